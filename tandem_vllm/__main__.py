@@ -21,6 +21,12 @@ ENVIRONMENT = {
 """vLLM reads these variables when it is imported; an operator's own values are replaced."""
 
 
+def set_environment() -> None:
+    """Set what vLLM reads when it is imported, here and in the processes of its ranks."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
 def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tuple[Core, object, list[int]]:
     report("importing vLLM", 0.0)
     from tandem_vllm.assembly import assemble  # imports torch: after the affinity is set
@@ -29,8 +35,7 @@ def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tu
 
 
 if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    set_environment()
     code = main(assemble=_assemble)
     sys.stderr.flush()
     os._exit(code)  # the libraries that vLLM loads print pages about objects that an interpreter's end leaves behind

@@ -15,6 +15,7 @@ from tandem_engine.adapters import AdapterFiles
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.settings import EngineConfig
 from tandem_machine.memory import usable_memory
+from tandem_vllm.hosts import Network, Place
 
 CPU_BLOCK_SIZE = 32
 """vLLM's attention on CPUs takes blocks of a multiple of this."""
@@ -42,7 +43,8 @@ _OWNED: Mapping[str, str] = {
 """vLLM's name -> the worker's own flag."""
 
 _DRAW = "the tokens are drawn by Tandem, as a function of seed, position and answer"
-_ONE_PROCESS = "this version of tandem_vllm has tensor parallelism on one host, and no other"
+_OTHER_RANKS = "this version of tandem_vllm has tensor and pipeline parallelism, and no other"
+_OWN_WORKER = "Tandem's draw is reached through vLLM's own worker"
 _SCHEDULER = "answers would be counted and stopped in another way"
 _KEYS = "the KV cache of each account has its own keys, and these flags change keys or readers"
 _BROKEN: Mapping[str, str] = {
@@ -63,14 +65,13 @@ _BROKEN: Mapping[str, str] = {
     "scheduler_cls": _SCHEDULER,
     "scheduling_policy": _SCHEDULER,
     "stream_interval": _SCHEDULER,
-    "worker_cls": _ONE_PROCESS,
-    "worker_extension_cls": _ONE_PROCESS,
+    "worker_cls": _OWN_WORKER,
+    "worker_extension_cls": _OWN_WORKER,
     "distributed_executor_backend": "Tandem takes uni for one rank, and mp for several",
-    "pipeline_parallel_size": _ONE_PROCESS,
-    "data_parallel_size": _ONE_PROCESS,
-    "prefill_context_parallel_size": _ONE_PROCESS,
-    "decode_context_parallel_size": _ONE_PROCESS,
-    "nnodes": _ONE_PROCESS,
+    "data_parallel_size": _OTHER_RANKS,
+    "prefill_context_parallel_size": _OTHER_RANKS,
+    "decode_context_parallel_size": _OTHER_RANKS,
+    "node_rank": "the hosts of an engine are numbered in the order in which they call",
     "kv_transfer_config": f"{_KEYS}; Tandem moves the blocks",
     "kv_events_config": f"{_KEYS}; Tandem moves the blocks",
     "ec_transfer_config": f"{_KEYS}; Tandem moves the blocks",
@@ -99,10 +100,11 @@ def engine_args(
     is_cpu: bool,
     facts: Mapping[str, Any],
     adapters: Sequence[AdapterFiles] = (),
+    place: Place | None = None,
 ) -> EngineArgs:
     """Return vLLM's arguments; raises ModelUnusable, which names the flag and why it is refused.
 
-    `folder` has the checkpoint, `facts` is for `tandem_vllm.sampling`.
+    `folder` has the checkpoint, `facts` is for `tandem_vllm.sampling`. `place`: of this host, if there are several.
     """
     args = EngineArgs.from_cli_args(_parsed(config.engine_args))
     args.model = folder
@@ -120,18 +122,24 @@ def engine_args(
     args.max_num_batched_tokens = config.max_num_batched_tokens
     args.block_size = block_size(config, is_cpu)
     args.logits_processors = ["tandem_vllm.sampling:TandemDraw"]
-    if args.enable_prefix_caching is not False:
-        args.kv_transfer_config = KVTransferConfig(
-            kv_connector="TandemConnector", kv_connector_module_path="tandem_vllm.connector", kv_role="kv_both"
-        )
     args.additional_config = dict(facts)
-    if args.tensor_parallel_size > 1:
-        args.distributed_executor_backend = "mp"
-        args.worker_extension_cls = "tandem_vllm.ranks.RankCalls"
+    _set_ranks(args, place)
     _set_pool(args, config, is_cpu)
     _set_length(args, config)
     _set_adapters(args, adapters)
     return args
+
+
+def network_of(config: EngineConfig) -> Network:
+    """Return what the operator's flags say of the engine's hosts; raises ModelUnusable."""
+    parsed = _parsed(config.engine_args)
+    num_ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
+    if num_ranks % parsed.nnodes:
+        raise ModelUnusable(
+            f"--engine-args: --nnodes {parsed.nnodes} is refused: it does not divide the {num_ranks} ranks of "
+            "--tensor-parallel-size times --pipeline-parallel-size"
+        )
+    return Network(parsed.nnodes, parsed.master_addr, parsed.master_port)
 
 
 def block_size(config: EngineConfig, is_cpu: bool) -> int:
@@ -159,6 +167,25 @@ def _flag(name: str) -> str:
 
 def _dtype(config: EngineConfig, is_cpu: bool) -> Any:
     return "float32" if config.dtype == "auto" and is_cpu else config.dtype
+
+
+def _set_ranks(args: EngineArgs, place: Place | None) -> None:
+    """Let one rank exchange blocks. Several answer alone: their pools are in other processes.
+
+    With the connector vLLM keeps all layers in one group of blocks; without it that must be asked for.
+    """
+    has_prefix_cache = args.enable_prefix_caching is not False
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        args.distributed_executor_backend = "mp"
+        args.worker_extension_cls = "tandem_vllm.ranks.RankCalls"
+        if has_prefix_cache:
+            args.disable_hybrid_kv_cache_manager = True
+    elif has_prefix_cache:
+        args.kv_transfer_config = KVTransferConfig(
+            kv_connector="TandemConnector", kv_connector_module_path="tandem_vllm.connector", kv_role="kv_both"
+        )
+    if place is not None:
+        args.nnodes, args.node_rank, args.master_addr, args.master_port = place
 
 
 def _set_pool(args: EngineArgs, config: EngineConfig, is_cpu: bool) -> None:

@@ -3,11 +3,14 @@
     vLLM's EngineCore.step    schedule -> execute_model -> sample_tokens -> update_from_output     (0.32)
 
 The step here is the same four calls. It reads which tokens were scheduled, and tells the draw which requests sample.
+With a pipeline of stages several batches are in flight, up to one per stage (vLLM's `step_with_batch_queue`): a step
+schedules until no more can be, and returns the batch that was scheduled first.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +26,9 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.scheduling.request import Request
 from tandem_vllm.core import EngineStep, Pool, Run
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
+from tandem_vllm.flights import Flight, only_of
 from tandem_vllm.keys import pool_key
-from tandem_vllm.ranks import RankDraw, draw_of
-from tandem_vllm.sampling import TandemDraw
+from tandem_vllm.ranks import OwnDraw, RankDraw, draw_of
 
 _BEFORE_ALL = 1 << 40
 """Requests that have their blocks go before those that wait for blocks: else both could wait for ever."""
@@ -43,6 +46,9 @@ class VllmEngine:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(self._scheduler.block_size)
         self._prefills: set[str] = set()
+        self._flights: deque[Flight] = deque()
+        """Batches that the ranks compute, the oldest first."""
+        self._max_flights = max(1, core.vllm_config.max_concurrent_batches)
         self._adapters = _loaded(core, adapters)
 
     def prepare(self, request: Request) -> bool:
@@ -55,6 +61,7 @@ class VllmEngine:
 
         if request.mode == "prefill":
             self._prefills.add(request.request_id)
+        assert not any(request.request_id in flight.requests for flight in self._flights), "names are used once"
         asked = _vllm_request(request, self._adapters.get(request.adapter))
         self._core.add_request(VllmRequest.from_engine_core_request(asked, new_keys))
 
@@ -65,7 +72,7 @@ class VllmEngine:
     @property
     def has_work(self) -> bool:
         """Also true while the model runner does not know yet that a request is over."""
-        return bool(self._scheduler.has_requests())
+        return bool(self._flights or self._scheduler.has_requests())
 
     @property
     def num_running(self) -> int:
@@ -85,24 +92,55 @@ class VllmEngine:
         return Pool(num_total, num_unused - num_cached, num_cached, num_used)
 
     def step(self) -> EngineStep:
+        while True:
+            while len(self._flights) < self._max_flights and self._may_schedule():
+                self._flights.append(self._scheduled())
+                if not self._flights[-1].runs:
+                    break  # vLLM has no blocks for what waits, or only tells the ranks which requests are over
+            step = self._landed(self._flights.popleft())
+            if step.runs or not self._flights:
+                return step
+
+    def _may_schedule(self) -> bool:
+        """Whether vLLM's scheduler may find something beside the batches in flight.
+
+        A preempted request in flight will get a token, which its next schedule must know.
+        """
+        if not self._flights:
+            return True
+        in_flight = [request for flight in self._flights for request in flight.requests.values()]
+        if any(request.status == RequestStatus.PREEMPTED for request in in_flight):
+            return False
+        running = self._scheduler.running
+        return bool(self._scheduler.waiting) or any(each.num_computed_tokens < each.num_tokens for each in running)
+
+    def _scheduled(self) -> Flight:
+        """Schedule a batch, and let the ranks begin with it; with one rank, it is computed when this returns."""
         output = self._scheduler.schedule()
         runs = [self._run(request_id, number) for request_id, number in output.num_scheduled_tokens.items()]
+        requests = {run.request_id: self._scheduler.requests[run.request_id] for run in runs}
         self._draw.begin({run.request_id for run in runs if self._samples(run)})
-        result = self._executor.execute_model(output, non_block=True).result()
-        if result is None:
-            result = self._executor.sample_tokens(None)
-        updated = self._scheduler.update_from_output(output, result)
-        drawn = self._draw.take()
+        executed = self._executor.execute_model(output, non_block=True)
+        sampled = self._executor.sample_tokens(None, non_block=True) if runs else executed
+        return Flight(output, runs, requests, executed, sampled, self._draw.drawn())
+
+    def _landed(self, flight: Flight) -> EngineStep:
+        """Wait for a batch, and tell vLLM's scheduler its tokens. Requests that were aborted in flight are left out."""
+        flight.executed.result()  # raises what the model raised
+        result = flight.sampled.result()
+        assert result is not None, "vLLM sampled nothing"
+        drawn, alive = flight.drawn(), frozenset(flight.alive(self._scheduler.requests))
+        updated = self._scheduler.update_from_output(flight.output, result)
         emitted = [each for outputs in updated.values() for each in outputs.outputs]
         for each in emitted:
             if (expected := drawn.sampled.get(each.request_id)) is not None:
                 assert each.new_token_ids == [expected.token_id], f"vLLM took {each.new_token_ids}, drawn: {expected}"
         return EngineStep(
-            runs,
-            drawn.sampled,
-            drawn.failures,
+            [run for run in flight.runs if run.request_id in alive],
+            only_of(alive, drawn.sampled),
+            [failure for failure in drawn.failures if failure.request_id in alive],
             frozenset(each.request_id for each in emitted if each.finish_reason is not None),
-            drawn.choices,
+            only_of(alive, drawn.choices),
         )
 
     def _run(self, request_id: str, num_tokens: int) -> Run:
@@ -161,9 +199,9 @@ def _loaded(core: EngineCore, adapters: Sequence[AdapterFiles]) -> Mapping[str, 
     return asked
 
 
-def _draw_of(core: EngineCore) -> TandemDraw | RankDraw:
+def _draw_of(core: EngineCore) -> OwnDraw | RankDraw:
     """Return the draw of this process, or of all ranks."""
     executor: Any = core.model_executor
     if core.vllm_config.parallel_config.world_size > 1:
         return RankDraw(executor)
-    return draw_of(executor.driver_worker.worker)
+    return OwnDraw(draw_of(executor.driver_worker.worker))

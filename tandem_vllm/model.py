@@ -145,7 +145,8 @@ def _ranks(config: VllmConfig) -> str:
     """Return how the model is cut: sums over ranks round in another order."""
     parallel = config.parallel_config
     stages = f"-pp{parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
-    return f"tp{parallel.tensor_parallel_size}{stages}"
+    hosts = f"-hosts{parallel.nnodes}" if parallel.nnodes > 1 else ""
+    return f"tp{parallel.tensor_parallel_size}{stages}{hosts}"
 
 
 def _kv_dtype(config: VllmConfig) -> str:

@@ -13,8 +13,8 @@ from tandem_engine.client import Program
 _PACKAGES = ("tandem_engine", "tandem_machine", "tandem_vllm")
 
 
-def vllm_program(python: str, state_dir: Path) -> Program:
-    """Return the program of `tandem_vllm` for an interpreter with vLLM.
+def vllm_program(python: str, state_dir: Path, module: str = "tandem_vllm") -> Program:
+    """Return the program of `tandem_vllm`, or of a module in it, for an interpreter with vLLM.
 
     Its PYTHONPATH has a folder of links to the packages that it needs, in the state directory: the folder that they are
     installed in may also hold a torch and a transformers, which are not those of vLLM.
@@ -24,7 +24,7 @@ def vllm_program(python: str, state_dir: Path) -> Program:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in _PACKAGES:
         _link(folder / name, root / name)
-    return Program((python, "-P", "-m", "tandem_vllm"), str(folder))
+    return Program((python, "-P", "-m", module), str(folder))
 
 
 def _link(link: Path, target: Path) -> None:

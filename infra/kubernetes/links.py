@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.kubernetes.manifests import Document, Workload, of_kind, selects, workloads
+from infra.kubernetes.manifests import Document, Workload, of_kind, pods_of_set, selects, workloads
 
 _WORKERS = ("prefill", "decode", "encode", "node")
 _PORTS = {"prefill": (8650, 8651), "decode": (8650, 8652), "encode": (8653,), "node": (8650, 8651, 8652)}
 """Ports of a pod that gateways dial."""
 _DNS = 53
 _HTTP = 8642
+_FOLLOWERS_CALL = 29501
+"""The first of the ports between the hosts of one engine; the others are any."""
 _POSTGRES = 5432
 _CLIENTS = {"tandem-http": "true"}
 """The label of namespaces whose pods may call the gateway."""
@@ -32,6 +34,7 @@ def check_links(documents: Sequence[Document]) -> list[str]:
         *_routes(documents),
         *_gateway_names(documents),
         *check_policies(documents),
+        *_hosts(documents),
         *_claims(documents),
         *check_monitors(documents),
     ]
@@ -102,6 +105,18 @@ def _gateway_names(documents: Sequence[Document]) -> Iterator[str]:
             yield f"{name} is {values.get(name)}, and {spec['replicas']} gateways are {wanted}"
 
 
+def _hosts(documents: Sequence[Document]) -> Iterator[str]:
+    """A LeaderWorkerSet has as many pods as its engine has hosts, and followers that outlive their leader's drain."""
+    for document in of_kind(documents, "LeaderWorkerSet"):
+        name, size = document["metadata"]["name"], document["spec"]["leaderWorkerTemplate"]["size"]
+        leader, follower = (Workload(each) for each in pods_of_set(document))
+        words = [word for container in leader.containers for word in " ".join(container.raw["args"]).split()]
+        if words.count("--engine-args=--nnodes") != 1 or words[words.index("--engine-args=--nnodes") + 1] != str(size):
+            yield f"LeaderWorkerSet {name}: its leader's --engine-args must begin with --nnodes {size}, its size"
+        if follower.pod["terminationGracePeriodSeconds"] < leader.pod["terminationGracePeriodSeconds"]:
+            yield f"LeaderWorkerSet {name}: followers are killed before their leader has drained"
+
+
 def _claims(documents: Sequence[Document]) -> Iterator[str]:
     claims = {each["metadata"]["name"] for each in of_kind(documents, "PersistentVolumeClaim")}
     accounts = {each["metadata"]["name"] for each in of_kind(documents, "ServiceAccount")}
@@ -148,7 +163,7 @@ def check_policies(documents: Sequence[Document]) -> Iterator[str]:
         elif called is not None and not _may_enter(policies, caller, called, port):
             yield f"NetworkPolicy: {_named(called)} takes no call of {_named(caller)} on port {port}"
     for workload in found:
-        for port in (8643, 8644, *range(8650, 8654), 8660, *_METRICS):
+        for port in (8643, 8644, *range(8650, 8654), 8660, *_METRICS, _FOLLOWERS_CALL):
             if _may_enter(policies, None, workload, port):
                 yield f"NetworkPolicy: {workload.name} takes calls of other namespaces on port {port}"
 
@@ -166,6 +181,10 @@ def _needed(found: Sequence[Workload]) -> Iterator[tuple[Workload | None, Worklo
             yield from ((worker, gateway, port) for port in (8643, 8644))
             yield from ((gateway, worker, port) for port in _PORTS[worker.component])
     with_kv = [each for each in workers if each.component != "encode"]
+    hosts = [each for each in found if each.labels.get("tandem-hosts") == "true"]
+    for one in hosts:
+        yield one, None, _DNS
+        yield from ((one, other, _FOLLOWERS_CALL) for other in hosts if other is not one)
     for worker in with_kv:
         yield worker, None, _DNS
         yield from ((worker, other, port) for other in with_kv for port in (8650, 8660))

@@ -91,7 +91,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment, a DaemonSet or a StatefulSet, and its pod."""
+    """A Deployment, a DaemonSet or a StatefulSet, and its pod; or the leader or the followers of a LeaderWorkerSet."""
 
     raw: Document
 
@@ -138,7 +138,26 @@ def of_kind(documents: Sequence[Document], *kinds: str) -> list[Document]:
 
 
 def workloads(documents: Sequence[Document]) -> list[Workload]:
-    return [Workload(each) for each in of_kind(documents, *WORKLOADS)]
+    of_sets = [each for document in of_kind(documents, "LeaderWorkerSet") for each in pods_of_set(document)]
+    return [Workload(each) for each in (*of_kind(documents, *WORKLOADS), *of_sets)]
+
+
+def pods_of_set(document: Document) -> list[Document]:
+    """Return a Deployment with the leader's pod of a LeaderWorkerSet, and one with that of its followers.
+
+    Each has a selector for its own labels, as the LeaderWorkerSet itself needs none.
+    """
+    metadata, spec = document["metadata"], document["spec"]["leaderWorkerTemplate"]
+    templates = {metadata["name"]: spec["leaderTemplate"], f"{metadata['name']}-follower": spec["workerTemplate"]}
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {**metadata, "name": name},
+            "spec": {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template},
+        }
+        for name, template in templates.items()
+    ]
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

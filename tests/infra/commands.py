@@ -11,6 +11,7 @@ import difflib
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from tandem_runtime import health_check
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.server import split_address
 from tandem_runtime.settings import SettingField, fields_of, load_settings
+from tandem_worker import vllm_follower
 from tandem_worker.settings import WorkerSettings
 
 SERVICES: Mapping[str, tuple[str, type[Any]]] = {
@@ -38,6 +40,12 @@ SERVICES: Mapping[str, tuple[str, type[Any]]] = {
     "encode_svc": ("encode", EncodeSettings),
 }
 """Modules, the names of their services, and their settings."""
+
+FOLLOWER = vllm_follower.__name__
+"""The module of another host of a worker with vLLM."""
+
+VLLM_PYTHON = "/opt/vllm/bin/python"
+"""The interpreter of vLLM's environment in the images that have it."""
 
 TANDEM_COMMAND = "tandem_client.cli"
 """The module of the command `tandem`."""
@@ -62,6 +70,8 @@ def check_command(module: str, args: Sequence[str], env: Mapping[str, str]) -> l
         return check_probe(["python", "-m", module, *args])
     if module == TANDEM_COMMAND:
         return [*_check_tandem(args), *_check_all_variables(env)]
+    if module == FOLLOWER:
+        return [*_refused(lambda: vllm_follower.parser().parse_args(args)), *_check_variables("decode_svc", env)]
     if module not in SERVICES:
         return [f"there is no module {module} to run; there are {', '.join(SERVICES)} and {TANDEM_COMMAND}"]
     return [*_check_settings(module, args, env), *_check_variables(module, env)]
@@ -121,6 +131,8 @@ def load(module: str, args: Sequence[str], env: Mapping[str, str]) -> Any:
     service, settings = SERVICES[module]
     held: list[Any] = []
     variables = {name: value for name, value in env.items() if name != "TANDEM_CONFIG"}  # the file is elsewhere
+    if variables.get("TANDEM_VLLM_PYTHON") == VLLM_PYTHON:
+        variables["TANDEM_VLLM_PYTHON"] = sys.executable
     with mock.patch.dict(os.environ, variables, clear=True):
         problems = _refused(lambda: held.append(load_settings(settings, service, list(args))))
     if problems:

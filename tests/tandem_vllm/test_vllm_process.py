@@ -83,6 +83,9 @@ async def test_a_real_engine_answers_goes_on_with_a_moved_answer_and_stops(tmp_p
     [
         ({"engine_args": ("--async-scheduling",)}, "--async-scheduling"),
         ({"engine_args": ("--max-model-len", "99")}, "--max-model-len"),
+        ({"engine_args": ("--node-rank", "1")}, "--node-rank"),
+        ({"engine_args": ("--nnodes", "2")}, "--nnodes"),
+        ({"engine_args": ("--nnodes", "2", "-tp", "2", "--master-addr", "192.0.2.1")}, "192.0.2.1"),
         ({"engine_args": ("--no-such-flag",)}, "--no-such-flag"),
         ({"kv_region": "device"}, "--kv-region"),
         ({"num_kv_blocks": 62}, "--num-kv-blocks"),  # less than one longest request, which vLLM does not serve

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from control_plane.simulator.traces import TraceRequest
 
-_BLOCK_TOKENS = 64
+_BLOCK_TOKENS = 256
 _SESSIONS_BEFORE = 3.0
 """For how many mean durations of a session there have been sessions when the trace begins."""
 _ASSUMED_TOKEN_SECONDS = 0.015

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,5 +116,5 @@ def test_the_prompts_of_a_session_grow_and_share_their_beginning() -> None:
         before = trace[each.after]
         assert before.session == each.session and before.num_prompt_tokens < each.num_prompt_tokens
         assert each.full_blocks[: len(before.full_blocks)] == before.full_blocks
-    kinds = {each.full_blocks[:1] for each in trace if each.full_blocks}
-    assert 5 <= len(kinds) <= 20, "sessions of a kind of agent share a system prompt"
+    of_sessions = Counter({each.session: each.full_blocks[:1] for each in trace if each.full_blocks}.values())
+    assert of_sessions.most_common(1)[0][1] >= 10, "sessions of a kind of agent share a system prompt"

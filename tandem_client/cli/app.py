@@ -265,6 +265,20 @@ def manage_fleet(context: typer.Context) -> None:
 
 
 @app.command(
+    "trace",
+    help=fleet_command.TRACE_HELP,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def export_trace(context: typer.Context) -> None:
+    """Pass everything on, --help too."""
+    try:
+        raise typer.Exit(fleet_command.trace(context.args or ["--help"]))
+    except fleet_command.NotInstalled as error:
+        fail(str(error))
+
+
+@app.command(
     "replay",
     help=replay_command.HELP,
     add_help_option=False,

@@ -1,11 +1,11 @@
 """Compares Tandem's router with the rules of others, and with Dynamo's own router, on a simulated fleet of H100s.
 
-python -m benchmarks.fleet [--quick] [--trace FILE ...] [--json FILE] [--markdown FILE] [--svg FOLDER]
+python -m benchmarks.fleet [--quick] [--trace FILE ...] [--json FILE] [--markdown FILE] [--svg FOLDER] [--validate]
 
 Traces are those given, in Mooncake's form or Azure's, with arrivals as they are and jittered, and a synthetic one of
 agents. The rates of the workers are a roofline (control_plane/simulator/profiles.py). All policies get the same
 arrivals. A rival is better or worse if the 95 % interval of its difference to `tandem`, over the seeds, is on one side
-of 0.
+of 0. `--validate` compares the simulator with real processes instead.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import structlog
 from benchmarks.fleet.comparing import Compared, Run, compared, sheets, verdicts
 from benchmarks.fleet.dynamo_policy import VARIABLE, dynamo_python
 from benchmarks.fleet.plots import plot
+from benchmarks.fleet.validation import validate
 from benchmarks.lib import command
 from benchmarks.lib.command import Outcome, Progress
 from control_plane.simulator.outcome import Budgets
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return the exit code."""
     options = _parser().parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    if options.validate:
+        conditions = {"requests": "greedy; random words, so no prefix is shared", "client": "on the same cores"}
+        return command.run("fleet", options, conditions, functools.partial(validate, options.quick))
     measure = functools.partial(_measure, options)
     return command.run("fleet", options, _conditions(), measure, is_timed=False)
 
@@ -57,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(POLICIES)} and dynamo [all]")
     parser.add_argument("--gateways", type=int, default=1, metavar="N", help="that route without talking [1]")
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="draw p99 TTFT and goodput by load there")
+    parser.add_argument("--validate", action="store_true", help="only the simulator beside 2 + 2 real processes")
     return parser
 
 

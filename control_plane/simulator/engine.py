@@ -122,6 +122,7 @@ class Engine:
         self.pool = Pool(profile.kv_tokens, block_tokens)
         self.version = 0
         """Grows with every change: an older prediction of the next change is void."""
+        self._speed = 1.0
         self._fleet = fleet
         self._store = store
         self._on_prompt = on_prompt
@@ -189,17 +190,28 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------- time passes
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running or self._batch)
+
+    def set_speed(self, speed: float, now: float) -> None:
+        """Let the engine run at this share of its profile's speed from now on: others use its core."""
+        if speed != self._speed:
+            self.advance(now)
+            self._speed = speed
+            self.version += 1
+
     def next_change(self) -> float | None:
         """Return when something ends by itself; None while nothing runs."""
         steps = self._steps_to_change()
-        return None if steps is None else self._now + self._seconds(steps)
+        return None if steps is None else self._now + self._seconds(steps) / self._speed
 
     def advance(self, now: float) -> None:
         """Let time pass; nothing ends within it."""
         elapsed, self._now = now - self._now, max(now, self._now)
-        if elapsed <= 0 or not (self._running or self._batch):
+        if elapsed <= 0 or not self.is_busy:
             return
-        steps = self._steps_in(elapsed)
+        steps = self._steps_in(elapsed * self._speed)
         self._step += steps
         num_running = len(self._running)
         self._contexts += num_running * steps

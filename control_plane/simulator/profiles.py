@@ -78,10 +78,14 @@ class FleetProfile:
     """From a worker's token to the client."""
     report_seconds: float = 1.0
     """Between two load reports of a worker."""
+    cores: tuple[int, ...] = ()
+    """The core of each worker, where workers share cores and halve each other's speed; empty: each has its own."""
 
     def __post_init__(self) -> None:
         if self.num_prefill < 0 or self.num_decode < 1 or self.num_hosts < 1:
             raise ValueError("a fleet has at least one decode worker and one host")
+        if self.cores and len(self.cores) != self.num_workers:
+            raise ValueError(f"{len(self.cores)} cores are named for {self.num_workers} workers")
 
     @property
     def num_workers(self) -> int:

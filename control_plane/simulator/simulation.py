@@ -115,11 +115,22 @@ class Simulation:
             self._at(phase, lambda now, number=number: send(number, now))  # type: ignore[misc]
 
     def _watch(self, number: int) -> None:
-        """Predict the next change of an engine, unless the prediction stands."""
+        """Predict the next change of an engine, and of those that share its core, unless the prediction stands."""
         engine = self.engines[number]
-        if self._predicted[number] == engine.version:
+        if not self._fleet.cores:
+            self._predict(engine)
             return
-        version = self._predicted[number] = engine.version
+        core = self._fleet.cores[number]
+        sharing = [each for each in self.engines if self._fleet.cores[each.number] == core]
+        num_busy = sum(each.is_busy for each in sharing)
+        for each in sharing:
+            each.set_speed(1 / max(1, num_busy), self.now)
+            self._predict(each)
+
+    def _predict(self, engine: Engine) -> None:
+        if self._predicted[engine.number] == engine.version:
+            return
+        version = self._predicted[engine.number] = engine.version
         moment = engine.next_change()
         if moment is not None:
             self._at(moment, lambda now: self._change(engine, version, now))

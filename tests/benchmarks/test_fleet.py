@@ -12,9 +12,14 @@ import structlog
 from benchmarks.fleet.__main__ import main
 from benchmarks.fleet.comparing import Compared, Run, compared, verdicts
 from benchmarks.fleet.dynamo_policy import VARIABLE
+from benchmarks.fleet.validation import Singles, arrivals_of, enter, profile_of
+from benchmarks.lib.command import Outcome
 from control_plane.simulator.outcome import Budgets
+from control_plane.simulator.policies.tandem import TandemPolicy
 from control_plane.simulator.profiles import h100_fleet
+from control_plane.simulator.simulation import Simulation
 from control_plane.simulator.sources import MadeUpAgents
+from control_plane.simulator.traces import TraceRequest
 
 SELECTION_SERVICE = '''
 import os
@@ -103,3 +108,36 @@ def test_the_command_writes_tables_figures_and_plots(
     assert "left out: no TANDEM_DYNAMO_PYTHON" in capsys.readouterr().out
     assert "agents.load_0.9.least_requests.goodput_per_second" in (tmp_path / "f.json").read_text()
     assert (tmp_path / "fleet-agents.svg").read_text().count("<svg") == 1
+
+
+def test_a_profile_gives_the_times_that_it_was_made_of() -> None:
+    """Singles whose times follow from a known profile: 5 ms a step, 1 ms an answer, 0.5 ms a prompt token."""
+    step, answer, prompt, square, overhead = 5.0, 1.0, 0.5, 0.0001, 7.0
+    ttft = {
+        length: overhead + -(-length // 512) * step + prompt * length + square * length**2 for length in (64, 256, 768)
+    }
+    singles = Singles(ttft, dict.fromkeys(ttft, step + answer), 9.0, 2 * (step + 3 * answer))
+    profile = profile_of(singles, kv_tokens=10_000, bytes_per_token=100)
+    worker = profile.prefill
+    assert (worker.step_ms, worker.answer_ms, worker.context_ms) == pytest.approx((step, answer, 0.0))
+    assert (worker.prompt_ms, worker.prompt_context_ms) == pytest.approx((prompt, 2 * square))
+    assert profile.gateway_seconds == pytest.approx(overhead / 1000)
+    assert profile.hand_over_seconds == pytest.approx(0.003)
+    alone = [TraceRequest(0, 0.0, 768, 9, block_tokens=16)]
+    (found,) = Simulation(profile, [TandemPolicy(profile, 1, hand_over="always")], alone).run()
+    assert 1000 * found.ttft_seconds == pytest.approx(ttft[768])
+
+
+def test_arrivals_take_the_wanted_share_of_prefills_core() -> None:
+    singles = Singles({64: 40.0, 256: 140.0, 768: 400.0}, {64: 6.0, 256: 6.0, 768: 6.0}, 9.0, 16.0)
+    profile = profile_of(singles, 100_000, 100)
+    arrivals = arrivals_of(profile, 2000, seed=1)
+    busy = sum(profile.prefill.prompt_seconds(each.num_prompt_tokens, 0) for each in arrivals)
+    assert 0.5 < busy / arrivals[-1].arrival < 0.62, "0.6, with the steps' own time"
+
+
+def test_the_simulator_is_judged_by_both_percentiles() -> None:
+    outcome = Outcome()
+    singles = Singles({64: 40.0, 256: 140.0, 768: 400.0}, {64: 6.0, 256: 6.0, 768: 6.0}, 9.0, 16.0)
+    enter(outcome, profile_of(singles, 100_000, 100), [100.0] * 99 + [500.0] * 2, [110.0] * 99 + [700.0] * 2)
+    assert [target.is_met for target in outcome.targets] == [True, False]

@@ -85,6 +85,21 @@ def test_two_hand_overs_into_one_host_share_its_link() -> None:
     assert gaps == [pytest.approx(0.1), pytest.approx(0.199)]
 
 
+def test_workers_of_one_core_halve_each_others_speed_while_both_compute() -> None:
+    shared = fleet(2, 1, cores=(0, 0, 1))
+    trace = [request(0, prompt=290, answer=1), request(1, prompt=140, answer=1, arrival=0.120)]
+
+    class InTurnOfTwo(Fixed):
+        def place(self, request: TraceRequest, now: float) -> Placement | None:
+            return Placement(request.number, self.placement.decodes)
+
+    first, second = Simulation(shared, [InTurnOfTwo(Placement(0, (2,)))], trace).run()
+    # The second takes 160 ms alone and begins 200 ms before the first would end: 320 ms at half speed, in which the
+    # first does 160 of its 200 ms. The other 40 ms are at full speed.
+    assert second.first_token_at == pytest.approx(0.120 + 0.320)
+    assert first.first_token_at == pytest.approx(0.440 + 0.040)
+
+
 def test_a_refused_request_waits_in_order_until_there_is_room() -> None:
     tight = fleet(0, 1, worker=replace(PLAIN, max_num_waiting=1, max_num_seqs=1))
     trace = [request(number, prompt=50, answer=5, arrival=0.001 * number) for number in range(6)]

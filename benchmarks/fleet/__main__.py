@@ -93,7 +93,8 @@ async def _measure(options: argparse.Namespace, outcome: Outcome, folder: Path, 
     outcome.sheets += sheets(everything)
     outcome.targets += verdicts(everything)
     outcome.notes.append(
-        f"{num_workers} + {num_workers} simulated workers, {num_requests} requests a run, the first fifth not counted"
+        f"{num_workers} + {num_workers} simulated workers, {num_requests} requests a run, the first two fifths of them "
+        "not counted"
     )
     if options.svg:
         outcome.notes += [f"drawn: {path.name}" for path in plot(everything, options.svg)]

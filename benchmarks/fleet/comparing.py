@@ -16,7 +16,7 @@ from control_plane.simulator.sources import Source
 from control_plane.simulator.traces import TraceRequest
 
 OURS = "tandem"
-_WARM_UP = 0.2
+_WARM_UP = 0.4
 _COLUMNS = (
     ("p99 TTFT, ms", "ttft_ms.p99", 0),
     ("p50 TTFT, ms", "ttft_ms.p50", 0),

@@ -87,8 +87,8 @@ def enter(outcome: Outcome, profile: FleetProfile, real_ms: Sequence[float], sim
     outcome.sheets.append(Sheet("2 + 2 processes", ("", "real", "simulated", "ratio"), rows))
     worker = profile.prefill
     outcome.notes.append(
-        f"profile: step {worker.step_ms:.2f} ms, answer {worker.answer_ms:.2f} ms, prompt token {worker.prompt_ms:.3f} ms, "
-        f"hand-over {1000 * profile.hand_over_seconds:.1f} ms, gateway {1000 * profile.gateway_seconds:.1f} ms"
+        f"profile: step {worker.step_ms:.2f} ms, answer {worker.answer_ms:.2f} ms, prompt token {worker.prompt_ms:.3f} "
+        f"ms, hand-over {1000 * profile.hand_over_seconds:.1f} ms, gateway {1000 * profile.gateway_seconds:.1f} ms"
     )
 
 

@@ -42,7 +42,10 @@ class TracePart:
 
 @dataclass(frozen=True)
 class MadeUpAgents:
-    """Sessions of agents; more load is more sessions, whose pauses stay as they are."""
+    """Sessions of agents; more load is more sessions, whose pauses stay as they are.
+
+    The load is that of the second half: prompts are shorter at the beginning.
+    """
 
     num_requests: int
     agents: Agents = field(default_factory=Agents)
@@ -52,6 +55,8 @@ class MadeUpAgents:
             return agentic_trace(self.num_requests, seed, self.agents)
         turns_per_second = self.agents.sessions_per_second * self.agents.mean_turns
         trace = agentic_trace(self.num_requests, seed, self.agents)
-        load_now = worker_seconds(trace, fleet) * turns_per_second / len(trace)
+        half = len(trace) // 2  # at first prompts are short, and system prompts are new
+        seconds_per_turn = (worker_seconds(trace, fleet) - worker_seconds(trace[:half], fleet)) / (len(trace) - half)
+        load_now = seconds_per_turn * turns_per_second
         rate = self.agents.sessions_per_second * load / load_now
         return agentic_trace(self.num_requests, seed, replace(self.agents, sessions_per_second=rate))

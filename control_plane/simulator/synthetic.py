@@ -28,11 +28,11 @@ class Agents:
     result_tokens: int = 1500
     """Of what a tool returns."""
     answer_tokens: int = 150
-    mean_turns: int = 8
-    tool_share: float = 0.8
+    mean_turns: int = 6
+    tool_share: float = 0.9
     """Of turns that follow a tool's result; the others wait for a person."""
-    tool_seconds: float = 1.0
-    person_seconds: float = 8.0
+    tool_seconds: float = 0.5
+    person_seconds: float = 3.0
     max_prompt_tokens: int = 100_000
 
     @property
@@ -57,6 +57,7 @@ def agentic_trace(num_requests: int, seed: int, agents: Agents | None = None) ->
     """Return the first turns of sessions. A turn follows the answer of the one before, whenever that comes.
 
     Sessions have been going on for some time when the trace begins, so its rate is the same from the first second on.
+    What they had said before is left out: caches are cold, and a burst of long prompts would be no usual load.
     """
     agents, rng = agents or Agents(), random.Random(seed)
     system = [_length(rng, agents.system_tokens) for _ in range(agents.num_kinds)]
@@ -68,7 +69,7 @@ def agentic_trace(num_requests: int, seed: int, agents: Agents | None = None) ->
         start += rng.expovariate(agents.sessions_per_second)
         (kind,) = rng.choices(range(agents.num_kinds), weights)
         session = _session(agents, rng, f"s{number}", kind, system[kind], start)
-        turns += (turn for turn in session if turn.earliest >= 0)
+        turns += session
         number += 1
     return _numbered(sorted(turns)[:num_requests])
 
@@ -85,13 +86,15 @@ def _session(
         if turn > 0:
             gap = rng.expovariate(1 / (agents.tool_seconds if is_tool else agents.person_seconds))
             earliest += gap
-        prompt += _length(rng, agents.result_tokens if is_tool else agents.message_tokens)
+        asked = _length(rng, agents.result_tokens if is_tool else agents.message_tokens)
         answer = _length(rng, agents.answer_tokens)
-        if prompt > agents.max_prompt_tokens:
-            return
-        blocks = shared + tuple(own + place for place in range(num_system, prompt // _BLOCK_TOKENS))
-        yield _Turn(earliest, name, prompt, answer, blocks, gap)
-        prompt += answer
+        if earliest >= 0:
+            prompt += asked
+            if prompt > agents.max_prompt_tokens:
+                return
+            blocks = shared + tuple(own + place for place in range(num_system, prompt // _BLOCK_TOKENS))
+            yield _Turn(earliest, name, prompt, answer, blocks, gap)
+            prompt += answer
         earliest += answer * _ASSUMED_TOKEN_SECONDS
 
 

@@ -59,8 +59,8 @@ def run(num_gateways: int = 1) -> Run:
 def test_all_policies_get_the_same_requests() -> None:
     done = compared("agents", run(), ["tandem", "round_robin"], range(2), lambda line: None)
     numbers = [done.by_policy[policy]["num_requests"] for policy in ("tandem", "round_robin")]
-    assert numbers == [[48, 48], [48, 48]]
-    assert done.figures()["agents.load_0.8.tandem.num_requests"] == 48
+    assert numbers == [[36, 36], [36, 36]]
+    assert done.figures()["agents.load_0.8.tandem.num_requests"] == 36
 
 
 def test_a_rival_is_better_only_if_the_whole_interval_of_its_differences_is() -> None:

@@ -143,7 +143,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------------- a request's life
 
     def _arrived(self, request: TraceRequest, now: float) -> None:
-        key = hash_of(request.session) if request.session else request.number
+        key = _hash_of(request.session) if request.session else request.number
         live = _Live(request, now, key % len(self._gateways))
         self._at(now + self._fleet.gateway_seconds, lambda then: self._try(live, then, is_new=True))
 
@@ -256,7 +256,7 @@ class Simulation:
         self._at(now, lambda then: self._retry(gateway, then))
 
 
-def hash_of(session: str) -> int:
+def _hash_of(session: str) -> int:
     """Return a number of a session, the same in every run."""
     return sum(byte * 31**place for place, byte in enumerate(session.encode()[:16]))
 

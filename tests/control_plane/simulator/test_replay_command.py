@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from control_plane.replay_command import main
+from control_plane.simulator.policies.names import POLICIES
 from control_plane.simulator.profile_files import read_profile, written
 from control_plane.simulator.profiles import h100_fleet
 from control_plane.simulator.replay import Estimate
@@ -76,6 +77,15 @@ def test_a_profile_is_read_as_it_was_written_and_unknown_fields_are_named(tmp_pa
     path.write_text(written(h100_fleet(2, 3)).replace("step_ms", "stepms", 1))
     with pytest.raises(ValueError, match="no field 'stepms' of WorkerProfile"):
         read_profile(path)
+
+
+def test_the_page_names_every_policy_and_its_profile_can_be_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/operate/what-if.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in POLICIES if f"`{name}`" not in rows] == []
+    (tmp_path / "fleet.json").write_text(page.partition("```json\n")[2].partition("```")[0])
+    profile = read_profile(tmp_path / "fleet.json")
+    assert (profile.num_prefill, profile.decode) == (2, profile.prefill)
 
 
 def test_an_interval_is_that_of_students_t() -> None:

@@ -85,5 +85,8 @@ class Dynamo:
 
 
 def _prompt(request: TraceRequest) -> dict[str, Any]:
-    blocks = [hash(block_id) & _BLOCK_BITS for block_id in request.full_blocks]
+    known = [hash(block_id) & _BLOCK_BITS for block_id in request.full_blocks]
+    # Traces without shared prefixes have no ids: Dynamo counts blocks, so these are like no other.
+    first, number = (1 << 62) + (request.number << 20), request.num_prompt_tokens // request.block_tokens
+    blocks = known + [first + place for place in range(len(known), number)]
     return {"id": str(request.number), "blocks": blocks, "tokens": request.num_prompt_tokens}

@@ -1,8 +1,9 @@
 """Compares the simulator with 2 prefill and 2 decode processes on the same arrivals.
 
-The processes serve a random Llama of 0.1 billion parameters; both prefill engines share one core, both decode engines
-another, as the profile says. Every prompt is handed over. First single requests and a batch give the profile, then
-Poisson arrivals of random lengths go to the processes; the simulator gets the same arrivals afterwards.
+The processes serve a random Llama of 0.1 billion parameters. All four engines share one core, as the profile says, and
+everything else runs on the others: two cores of a virtual machine may be two threads of one, so engines on both would
+slow each other down by an unknown share. Every prompt is handed over. First single requests and a batch give the
+profile, then Poisson arrivals of random lengths go to the processes; the simulator gets the same arrivals afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from statistics import median
 
 import httpx
 
+from benchmarks.lib.arrangements import beside_prefill
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target
 from benchmarks.lib.prompts import prompts
 from benchmarks.lib.random_model import made
@@ -37,7 +39,7 @@ _LENGTHS = (64, 256, 768)
 _OUTPUT_TOKENS = 24
 _BATCH = 6
 _LOAD = 0.6
-"""Of prefill's core."""
+"""Of the engines' core."""
 _MAX_ERROR = 0.15
 _READY = ("decode", "kv", "prefill")
 
@@ -59,7 +61,13 @@ async def validate(is_quick: bool, outcome: Outcome, folder: Path, progress: Pro
     """Measure, and enter what was found."""
     model = made(folder, "0.1b")
     flags = ("--model", str(model), "--prefill", "2", "--decode", "2")
-    async with Served(folder / "up", flags, _environment(), _READY) as served, new_client(served.base_url) as client:
+    environment = _environment()
+    with beside_prefill():  # the first core is for everything but the engines
+        await _measure(is_quick, outcome, Served(folder / "up", flags, environment, _READY), model, progress)
+
+
+async def _measure(is_quick: bool, outcome: Outcome, starting: Served, model: Path, progress: Progress) -> None:
+    async with starting as served, new_client(served.base_url) as client:
         texts = {length: prompts(model, length, seed=length) for length in range(1, max(_LENGTHS) + 1)}
         singles = await _singles(client, served.model, texts, 1 if is_quick else 5, progress)
         profile = profile_of(singles, *await _pool(client))
@@ -124,24 +132,22 @@ def profile_of(singles: Singles, kv_tokens: int, bytes_per_token: int) -> FleetP
         gateway_seconds=max(0.0, constant) / 1000,
         return_seconds=0.0,
         hand_over_seconds=max(0.0, singles.hand_over_gap_ms - step) / 1000,
-        cores=(0, 0, 1, 1),
+        cores=(0, 0, 0, 0),
     )
 
 
 def arrivals_of(profile: FleetProfile, number: int, seed: int) -> list[TraceRequest]:
-    """Return Poisson arrivals that take `_LOAD` of prefill's core."""
-    rng = random.Random(seed)
-    lengths = [rng.randint(_LENGTHS[0], _LENGTHS[-1]) for _ in range(number)]
-    worker = profile.prefill
-    seconds = [
-        worker.prompt_seconds(length, 0) + -(-length // worker.chunk_tokens) * worker.step_ms / 1000
-        for length in lengths
-    ]
-    mean_gap = sum(seconds) / number / _LOAD
+    """Return Poisson arrivals that take `_LOAD` of the engines' core."""
+    rng, worker = random.Random(seed), profile.prefill
+    sizes = [(rng.randint(_LENGTHS[0], _LENGTHS[-1]), rng.randint(16, 32)) for _ in range(number)]
+    seconds = 0.0
+    for prompt, answer in sizes:
+        num_steps = -(-prompt // worker.chunk_tokens) + answer - 1
+        seconds += worker.prompt_seconds(prompt, 0) + num_steps * (worker.step_ms + worker.answer_ms) / 1000
     now, trace = 0.0, []
-    for place, length in enumerate(lengths):
-        now += rng.expovariate(1 / mean_gap)
-        trace.append(TraceRequest(place, now, length, rng.randint(16, 32), block_tokens=_BLOCK_TOKENS, max_tokens=32))
+    for place, (prompt, answer) in enumerate(sizes):
+        now += rng.expovariate(number * _LOAD / seconds)
+        trace.append(TraceRequest(place, now, prompt, answer, block_tokens=_BLOCK_TOKENS, max_tokens=32))
     return trace
 
 
@@ -161,10 +167,10 @@ def _parabola(points: Sequence[tuple[float, float]]) -> tuple[float, float, floa
 def _environment() -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise RuntimeError("prefill and decode need a core each; this process may use one")
+        raise RuntimeError("the engines need a core of their own; this process may use one")
     of_roles = {
         f"TANDEM_{role}_{name}": value
-        for role, core in zip(("PREFILL", "DECODE"), cores, strict=False)
+        for role, core in (("PREFILL", cores[-1]), ("DECODE", cores[-1]))
         for name, value in {
             "CPUS": str(core),
             "NUM_THREADS": "1",

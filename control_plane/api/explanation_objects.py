@@ -129,6 +129,14 @@ class UsageParts(TypedDict):
     seams: int
 
 
+class PromptBlocksObject(TypedDict):
+    """Salted hashes at the ends of the prompt's blocks, 16 hex digits each, of the first 256."""
+
+    num_tokens: int
+    """Of a block."""
+    hashes: str
+
+
 class TextsObject(TypedDict):
     """The beginnings of prompt and answer, with --explain-texts."""
 
@@ -147,6 +155,7 @@ class ExplanationObject(RequestRow):
     route: RouteObject | None
     moves: list[MoveObject]
     usage: UsageParts
+    prompt_blocks: PromptBlocksObject | None
     texts: TextsObject | None
 
 

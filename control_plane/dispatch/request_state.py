@@ -18,6 +18,7 @@ from control_plane.dispatch.doubts import ASK_NEXT, Doubts
 from control_plane.dispatch.prompt_forms import PromptForms
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
+from control_plane.explain.prompt_blocks import PromptBlocks
 from control_plane.fleet.registry import Worker
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from tandem.v1 import types_pb2 as pb
@@ -108,6 +109,8 @@ class RequestState:
         self.history = request.history
         """What the dispatcher has done, for the request's explanation."""
         self.history.choices = self.choices
+        if hashes is not None:
+            self.history.prompt_blocks = PromptBlocks.of(hashes.blocks.packed, hashes.grain)
         self.unread = EventQueue(wakeups or WakeupScheduler())
         """Tokens and errors that the client has not read."""
         self._observer = observer

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from control_plane.explain.prompt_blocks import PromptBlocks
+
 State = Literal["queued", "running", "finished", "failed", "cancelled", "aborted"]
 SegmentName = Literal[
     "body",
@@ -326,6 +328,8 @@ class Explanation:
     route: RouteExplanation | None = None
     moves: Sequence[Move] = ()
     usage: UsageExplanation = UsageExplanation()
+    prompt_blocks: PromptBlocks | None = None
+    """None: no cache may hold the prompt, or it never came to the dispatcher."""
     texts: Texts | None = None
 
     @property
@@ -354,6 +358,7 @@ class Explanation:
             "route": None if self.route is None else self.route.to_json(),
             "moves": [each.to_json() for each in self.moves],
             "usage": self.usage.to_json(),
+            "prompt_blocks": None if self.prompt_blocks is None else self.prompt_blocks.to_json(),
             "texts": None if self.texts is None else self.texts.to_json(),
         }
 

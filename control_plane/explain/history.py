@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from control_plane.explain.class_seams import ClassRuns, Seam
+from control_plane.explain.prompt_blocks import PromptBlocks
 from control_plane.explain.timeline import Laps
 
 if TYPE_CHECKING:
@@ -101,7 +102,18 @@ class PartEncoded:
 class History:
     """What happened to one request in the dispatcher."""
 
-    __slots__ = ("accepted_at", "attempts", "calls", "choices", "classes", "first_call", "laps", "moves", "parts")
+    __slots__ = (
+        "accepted_at",
+        "attempts",
+        "calls",
+        "choices",
+        "classes",
+        "first_call",
+        "laps",
+        "moves",
+        "parts",
+        "prompt_blocks",
+    )
 
     def __init__(self) -> None:
         self.laps = Laps()
@@ -115,6 +127,8 @@ class History:
         """Which numerics class produced which tokens."""
         self.first_call: Call | None = None
         """The call that brought the first token."""
+        self.prompt_blocks: PromptBlocks | None = None
+        """Where the prompt begins like others; None: no cache may hold it."""
         self.accepted_at: float | None = None
         """When the workers had accepted the request; None: it waits."""
 

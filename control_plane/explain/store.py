@@ -176,7 +176,10 @@ def _row(explanation: Explanation) -> dict[str, Any]:
 
 
 def document_of(explanation: Explanation) -> bytes:
-    """Return the JSON of an explanation, in 16 KiB at most: texts are cut, then candidates and phases are left out."""
+    """Return the JSON of an explanation, in 16 KiB at most.
+
+    Texts are cut, then candidates, hashes and phases are left out.
+    """
     value = explanation.to_json()
     document = _encode(value)
     if len(document) <= MAX_DOCUMENT_BYTES:
@@ -193,6 +196,7 @@ def document_of(explanation: Explanation) -> bytes:
     document = _encode(value)
     if len(document) <= MAX_DOCUMENT_BYTES:
         return document
+    value["prompt_blocks"] = None
     value["phases"], value["moves"] = value["phases"][:4], value["moves"][:4]
     return _encode(value)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from statistics import fmean
@@ -97,8 +98,9 @@ class Router:
         prefixes: PrefixIndex | None = None,
         rng: random.Random | None = None,
         health: WorkerHealth | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rng` decides between workers whose costs are about equal, and draws groups."""
+        """`rng` decides between workers whose costs are about equal, and draws groups. `clock` gives seconds."""
         self._rng = rng or random.Random()  # seeded by the system: two gateways do not choose alike
         self._registry = registry
         self._local_prefill = local_prefill
@@ -106,7 +108,7 @@ class Router:
         self.affinity = SessionAffinity()
         self.health = health or WorkerHealth(registry)
         self.prefixes = prefixes or PrefixIndex()
-        self.costs = CostModel(registry, self.in_flight, self.prefixes)
+        self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.

@@ -15,6 +15,7 @@ from tandem_client import AI, TandemAPIError
 from tandem_client.cli import accounts, fleet_command, operate
 from tandem_client.cli import chat as chat_command
 from tandem_client.cli import dev as dev_command
+from tandem_client.cli import replay as replay_command
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
@@ -260,6 +261,34 @@ def manage_fleet(context: typer.Context) -> None:
     try:
         raise typer.Exit(fleet_command.fleet(context.args or ["--help"]))
     except fleet_command.NotInstalled as error:
+        fail(str(error))
+
+
+@app.command(
+    "trace",
+    help=fleet_command.TRACE_HELP,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def export_trace(context: typer.Context) -> None:
+    """Pass everything on, --help too."""
+    try:
+        raise typer.Exit(fleet_command.trace(context.args or ["--help"]))
+    except fleet_command.NotInstalled as error:
+        fail(str(error))
+
+
+@app.command(
+    "replay",
+    help=replay_command.HELP,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def replay_trace(context: typer.Context) -> None:
+    """Pass everything on, --help too."""
+    try:
+        raise typer.Exit(replay_command.replay(context.args or ["--help"]))
+    except replay_command.NotInstalled as error:
         fail(str(error))
 
 

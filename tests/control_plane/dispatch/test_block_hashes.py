@@ -121,6 +121,16 @@ def test_hashes_that_end_in_a_public_block_cannot_be_made() -> None:
         PromptHashes(b"root", blocks, num_public_blocks=3)
 
 
+def test_the_history_of_a_request_has_samples_of_its_hashes() -> None:
+    request = asked("me", range(1100))
+    hashes = hash_prompt(IDENTITY, request.token_ids, b"salt", grain=GRAIN)
+    sampled = RequestState(request, CARD, hashes, Events()).history.prompt_blocks
+    assert sampled is not None and sampled.num_tokens == 512
+    assert sampled.hashes == [hashes.blocks[127][:8], hashes.blocks[255][:8]]
+    uncached = asked("me")
+    assert RequestState(uncached, CARD, None, Events()).history.prompt_blocks is None
+
+
 # ------------------------------------------------------------------------------------------------ in one engine
 
 

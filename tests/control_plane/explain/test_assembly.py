@@ -12,6 +12,7 @@ from control_plane.accounts.ledger import Closing
 from control_plane.explain.explanation import CachedTokens, Candidate, ClassCrossing, Explanation, RouteExplanation
 from control_plane.explain.history import History
 from control_plane.explain.journal import Journal
+from control_plane.explain.prompt_blocks import PromptBlocks
 from control_plane.explain.requests import Requests
 from control_plane.explain.server_timing import server_timing
 from control_plane.explain.store import MAX_DOCUMENT_BYTES, document_of
@@ -288,6 +289,11 @@ def test_the_list_and_the_explanation_of_a_running_request_have_what_is_known() 
     assert (row["state"], row["completion_tokens"], row["prompt_tokens"]) == ("running", 2, 10)
     found = requests.find("r-1")
     assert found is not None and found.summary.decode == "decode-0" and found.gateway == "gateway-1"
+    assert found.to_json()["prompt_blocks"] is None
+    journal.history.prompt_blocks = PromptBlocks(512, b"8 bytes.")
+    again = requests.find("r-1")
+    assert again is not None
+    assert again.to_json()["prompt_blocks"] == {"num_tokens": 512, "hashes": b"8 bytes.".hex()}
     journal.stopped()
     journal.closed(Closing("r-1", "cancelled", USED))
     assert requests.num_by_model() == {} and requests.num_ended() == 1

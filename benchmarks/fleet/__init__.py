@@ -1,0 +1,1 @@
+"""Compares routers on a simulated fleet."""

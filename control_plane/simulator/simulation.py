@@ -1,0 +1,273 @@
+"""Runs a trace through a simulated fleet, in virtual time, with a policy in place of each gateway's router."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from control_plane.simulator.engine import Engine, Job
+from control_plane.simulator.links import Links
+from control_plane.simulator.outcome import Answered
+from control_plane.simulator.policies.policy import Placement, Policy
+from control_plane.simulator.pool import Store
+from control_plane.simulator.profiles import FleetProfile
+from control_plane.simulator.traces import TraceRequest
+
+_RETRY_SECONDS = 0.25
+"""How often a gateway's first waiting request tries again though nothing has ended."""
+
+
+class TooLong(ValueError):
+    """No worker's pool could ever hold a request."""
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request that has arrived and not ended."""
+
+    request: TraceRequest
+    arrived_at: float
+    gateway: int
+    placement: Placement | None = None
+    decode: int = 0
+    prefill_job: Job | None = None
+    decode_job: Job | None = None
+    first_token_at: float | None = None
+    decode_began_at: float | None = None
+    num_attempts: int = 0
+
+
+@dataclass
+class _Gateway:
+    policy: Policy
+    waiting: deque[_Live] = field(default_factory=deque)
+    retry_at: float | None = None
+
+
+class Simulation:
+    """One run. `run` returns an `Answered` for each request, in the trace's order."""
+
+    def __init__(self, fleet: FleetProfile, policies: Sequence[Policy], trace: Sequence[TraceRequest]) -> None:
+        """`policies`: one for each gateway; requests go to the gateways in turn, those of a session to one.
+
+        Raises TooLong if no decode worker could hold one of the requests alone, ValueError for blocks of two sizes.
+        """
+        self._fleet = fleet
+        self._trace = trace
+        _check(fleet, trace)
+        block_tokens = trace[0].block_tokens if trace else 1
+        self._stores = (
+            [Store(fleet.store_tokens, block_tokens) for _ in range(fleet.num_hosts)] if fleet.store_tokens else []
+        )
+        self.engines = [self._engine(number, block_tokens) for number in range(fleet.num_workers)]
+        self._gateways = [_Gateway(policy) for policy in policies]
+        self._links = Links(fleet)
+        self._events: list[tuple[float, int, Callable[[float], object]]] = []
+        self._order = itertools.count()
+        self._predicted: list[int] = [-1] * fleet.num_workers
+        self._live_jobs: dict[int, _Live] = {}
+        self._followers: dict[int, list[TraceRequest]] = {}
+        self._answered: dict[int, Answered] = {}
+        self.now = 0.0
+
+    def _engine(self, number: int, block_tokens: int) -> Engine:
+        fleet = self._fleet
+        profile = fleet.prefill if number < fleet.num_prefill else fleet.decode
+        store = self._stores[fleet.host_of(number)] if self._stores else None
+        return Engine(number, profile, fleet, block_tokens, store, self._prompt_computed, self._answer_complete)
+
+    # ---------------------------------------------------------------------------------------------------- the clock
+
+    def run(self) -> list[Answered]:
+        """Run until every request has ended."""
+        for request in self._trace:
+            if request.after is None:
+                self._arrives_at(request, request.arrival)
+            else:
+                self._followers.setdefault(request.after, []).append(request)
+        for place, gateway in enumerate(self._gateways):
+            self._schedule_reports(place, gateway.policy.report_seconds or self._fleet.report_seconds)
+        while len(self._answered) < len(self._trace):
+            self.now, _, happen = heapq.heappop(self._events)
+            happen(self.now)
+        return [self._answered[request.number] for request in self._trace]
+
+    def _at(self, moment: float, happen: Callable[[float], object]) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), happen))
+
+    def _arrives_at(self, request: TraceRequest, moment: float) -> None:
+        self._at(moment, lambda now: self._arrived(request, now))
+
+    def _schedule_reports(self, gateway: int, seconds: float) -> None:
+        """Let each worker report at a phase of its own."""
+        policy, num_workers = self._gateways[gateway].policy, len(self.engines)
+
+        def send(number: int, now: float) -> None:
+            policy.report(self.engines[number].report(now), now)
+            self._at(now + seconds, lambda then: send(number, then))
+
+        for number in range(num_workers):
+            phase = seconds * ((number * 0.6180339887) % 1.0)
+            policy.report(self.engines[number].report(0.0), 0.0)
+            self._at(phase, lambda now, number=number: send(number, now))  # type: ignore[misc]
+
+    def _watch(self, number: int) -> None:
+        """Predict the next change of an engine, and of those that share its core, unless the prediction stands."""
+        engine = self.engines[number]
+        if not self._fleet.cores:
+            self._predict(engine)
+            return
+        core = self._fleet.cores[number]
+        sharing = [each for each in self.engines if self._fleet.cores[each.number] == core]
+        num_busy = sum(each.is_busy for each in sharing)
+        for each in sharing:
+            each.set_speed(1 / max(1, num_busy), self.now)
+            self._predict(each)
+
+    def _predict(self, engine: Engine) -> None:
+        if self._predicted[engine.number] == engine.version:
+            return
+        version = self._predicted[engine.number] = engine.version
+        moment = engine.next_change()
+        if moment is not None:
+            self._at(moment, lambda now: self._change(engine, version, now))
+
+    def _change(self, engine: Engine, version: int, now: float) -> None:
+        if engine.version == version:
+            engine.change(now)
+            self._watch(engine.number)
+
+    # ------------------------------------------------------------------------------------------- a request's life
+
+    def _arrived(self, request: TraceRequest, now: float) -> None:
+        key = _hash_of(request.session) if request.session else request.number
+        live = _Live(request, now, key % len(self._gateways))
+        self._at(now + self._fleet.gateway_seconds, lambda then: self._try(live, then, is_new=True))
+
+    def _try(self, live: _Live, now: float, *, is_new: bool) -> bool:
+        """Place a request, or let it wait behind those that wait already."""
+        gateway = self._gateways[live.gateway]
+        if (is_new and gateway.waiting) or not self._place(live, gateway.policy, now):
+            if is_new:
+                gateway.waiting.append(live)
+            if gateway.retry_at is None:
+                gateway.retry_at = now + _RETRY_SECONDS
+                self._at(gateway.retry_at, lambda then: self._retry(gateway, then, is_tick=True))
+            return False
+        return True
+
+    def _retry(self, gateway: _Gateway, now: float, *, is_tick: bool = False) -> None:
+        """Let waiting requests try, in order, while there is room."""
+        if is_tick:
+            gateway.retry_at = None
+        while gateway.waiting and self._try(gateway.waiting[0], now, is_new=False):
+            gateway.waiting.popleft()
+
+    def _place(self, live: _Live, policy: Policy, now: float) -> bool:
+        live.num_attempts += 1
+        placement = policy.place(live.request, now)
+        if placement is None:
+            return False
+        accepted = self._submit(live, placement, now)
+        if accepted:
+            policy.accepted(live.request, placement, live.decode)
+        return accepted
+
+    def _submit(self, live: _Live, placement: Placement, now: float) -> bool:
+        """Submit to the first decode worker that accepts, and to prefill; nothing is left behind if one refuses."""
+        is_local = placement.prefill is None
+        for number in placement.decodes:
+            job = Job(live.request, computes_prompt=is_local, decodes=True)
+            if is_local:
+                self._add_source(job, placement, number)
+            submit = self.engines[number].submit_prompt if is_local else self.engines[number].reserve
+            if submit(job, now):
+                break
+        else:
+            return False
+        live.placement, live.decode, live.decode_job = placement, number, job
+        if placement.prefill is not None:
+            prefill = Job(live.request, computes_prompt=True, decodes=False)
+            self._add_source(prefill, placement, placement.prefill)
+            if not self.engines[placement.prefill].submit_prompt(prefill, now):
+                self.engines[number].cancel(job, now)
+                self._watch(number)
+                return False
+            live.prefill_job = prefill
+            self._live_jobs[id(prefill)] = live
+            self._watch(placement.prefill)
+        self._live_jobs[id(job)] = live
+        self._watch(number)
+        return True
+
+    def _add_source(self, job: Job, placement: Placement, number: int) -> None:
+        if placement.source_host is not None and placement.source_host != self._fleet.host_of(number) and self._stores:
+            job.source = self._stores[placement.source_host]
+            job.source_bytes_per_second = self._fleet.link_bytes_per_second
+
+    def _prompt_computed(self, engine: Engine, job: Job, now: float) -> None:
+        """The first token is there, at prefill or at decode."""
+        live = self._live_jobs[id(job)]
+        live.first_token_at = now
+        self._gateways[live.gateway].policy.prompt_read(live.request, engine.number, job, was_pulled=False)
+        if job.decodes:
+            return
+        del self._live_jobs[id(job)]
+        assert live.decode_job is not None, "a prompt is handed over to a decode worker"
+        moment = self._links.arrives_at(engine.number, job, live.decode, live.decode_job, now)
+        self._at(moment, lambda then: self._decode_begins(live, then))
+
+    def _decode_begins(self, live: _Live, now: float) -> None:
+        assert live.decode_job is not None
+        live.decode_began_at = now
+        self._gateways[live.gateway].policy.prompt_read(live.request, live.decode, live.decode_job, was_pulled=True)
+        self.engines[live.decode].begin(live.decode_job, now)
+        self._watch(live.decode)
+
+    def _answer_complete(self, engine: Engine, job: Job, now: float) -> None:
+        """The last token is there. Decode gave it, so the whole request has ended."""
+        if not job.decodes:
+            return
+        live, fleet = self._live_jobs.pop(id(job)), self._fleet
+        request, placement, first_at = live.request, live.placement, live.first_token_at
+        assert placement is not None and first_at is not None
+        computed = live.prefill_job or job
+        gap = None if live.decode_began_at is None else live.decode_began_at - first_at
+        self._answered[request.number] = Answered(
+            request,
+            live.arrived_at,
+            first_at + fleet.return_seconds,
+            now + fleet.return_seconds,
+            placement.prefill,
+            live.decode,
+            computed.num_cached,
+            placement.predicted_cached,
+            gap,
+            job.num_preemptions,
+            live.num_attempts,
+        )
+        gateway = self._gateways[live.gateway]
+        gateway.policy.ended(request, live.decode, gap)
+        for follower in self._followers.pop(request.number, ()):
+            self._arrives_at(follower, max(follower.arrival, now + fleet.return_seconds + follower.gap_seconds))
+        self._at(now, lambda then: self._retry(gateway, then))
+
+
+def _hash_of(session: str) -> int:
+    """Return a number of a session, the same in every run."""
+    return sum(byte * 31**place for place, byte in enumerate(session.encode()[:16]))
+
+
+def _check(fleet: FleetProfile, trace: Sequence[TraceRequest]) -> None:
+    if len({request.block_tokens for request in trace}) > 1:
+        raise ValueError("the trace has blocks of several sizes; one size is wanted")
+    for place, request in enumerate(trace):
+        if request.number != place:
+            raise ValueError(f"request {request.number} is at place {place} of the trace")
+        needed = request.num_prompt_tokens + request.num_output_tokens + 1
+        most = min(fleet.decode.kv_tokens, fleet.prefill.kv_tokens) if fleet.num_prefill else fleet.decode.kv_tokens
+        if needed > most:
+            raise TooLong(f"request {place} of the trace needs {needed:,} KV tokens, a worker's pool has {most:,}")

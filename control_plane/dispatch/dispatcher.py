@@ -13,6 +13,7 @@ from control_plane.dispatch.recovery import Recovery
 from control_plane.dispatch.request_starter import RequestStarter
 from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS, RequestState
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.room_keeper import RoomKeeper
 from control_plane.dispatch.route_feedback import ReadinessProofs, RouteFeedback
 from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.submitter import Submitter
@@ -80,13 +81,30 @@ class Dispatcher:
         router.health.ask_links(links.is_attached)
         links.listen(router.health.stream_broke)
         self._stalls = StallWatch(router.health)
-        submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls)
+        self._rooms = RoomKeeper(registry, links, router, self.queue)
+        submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls, self._rooms)
         trials = Trials(router, submitter, kv_clients, self._tasks)
         self._starter = RequestStarter(
-            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks, trials.started
+            router,
+            submitter,
+            self._feedback,
+            self.queue,
+            self._rooms,
+            self.budget,
+            kv_clients,
+            self._tasks,
+            trials.started,
         )
         self._recovery = Recovery(
-            router, self._starter, submitter, self.queue, self.budget, self.quarantine, kv_clients, self._tasks
+            router,
+            self._starter,
+            submitter,
+            self.queue,
+            self._rooms,
+            self.budget,
+            self.quarantine,
+            kv_clients,
+            self._tasks,
         )
 
     async def submit(self, request: TokenRequest) -> RequestStream:
@@ -165,6 +183,10 @@ class Dispatcher:
         self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
+        prices = self.queue.room(state.request.model_id).prices
+        for choice in state.choices:
+            if choice.tokens:
+                prices.answered(len(choice.tokens))
         self.queue.release_next(state.request.model_id)
 
 

@@ -369,6 +369,7 @@ class Gateway:
             preparer=self.text_processes,
             salt_of=partial(cache_salt, self._secret),
             requests=self.requests,
+            priority_accounts=settings.priority_accounts,
         )
         http = HttpSettings(
             max_body_bytes=settings.max_body_bytes,

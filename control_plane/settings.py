@@ -162,6 +162,9 @@ class ControlPlaneSettings(HandleSettings):
         "requests of one account that may wait for one model, once there are accounts; 0: half of --max-waiting, at "
         "least 1; more are refused with 429",
     )
+    priority_accounts: tuple[str, ...] = setting(
+        (), "accounts whose requests with service_tier priority are served before others; * for all"
+    )
     local_prefill: Literal["auto", "never"] = setting(
         "auto",
         "auto: the decode worker computes a prompt itself if that is predicted to cost less than a hand-over; "

@@ -259,4 +259,3 @@ class _Rate:
 def _order(waiter: Waiter) -> int:
     assert waiter.order is not None, "a waiting request has its place"
     return waiter.order
-

@@ -13,13 +13,16 @@ class ServiceClass(IntEnum):
     PRIORITY = 1
 
 
-def class_of(service_tier: str | None, account: str, priority_accounts: Collection[str], *, is_batch: bool) -> int:
-    """Return the class of a request.
+HEADER_TIERS = ("default", "batch", "flex", "priority")
+_BATCH_TIERS = ("batch", "flex")
 
-    `service_tier`: OpenAI's field; None: not sent. `is_batch`: a header of the request asks for the batch class.
+
+def class_of(tier: str, account: str, priority_accounts: Collection[str]) -> ServiceClass:
+    """Return the class of a request that asks for `tier`, by OpenAI's name or "batch"; "": for none.
+
     `priority_accounts` may ask for the priority class ("*": all may); other accounts get the default class.
     """
-    if is_batch or service_tier == "flex":
+    if tier in _BATCH_TIERS:
         return ServiceClass.BATCH
     may = account in priority_accounts or "*" in priority_accounts
-    return ServiceClass.PRIORITY if service_tier == "priority" and may else ServiceClass.DEFAULT
+    return ServiceClass.PRIORITY if tier == "priority" and may else ServiceClass.DEFAULT

@@ -1,8 +1,8 @@
 """Estimates how much room each worker has, so that a prompt is sent only where it is expected to be taken.
 
 Room = what the last load report has free, minus what this gateway has sent there since, plus what has ended since. The
-estimate is optimistic where nothing is known. Other gateways send to the same workers: a worker may refuse all the same.
-It then counts as full until one of this gateway's calls there ends, or until its next report.
+estimate is optimistic where nothing is known. Other gateways send to the same workers, so a worker may still refuse. It
+then counts as full until one of this gateway's calls there ends, or until its next report.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class AdmissionQueue:
             room.pass_by(waiter)
         return False
 
-    async def wait(self, waiter: Waiter, refusal: TandemError, seconds: float, *, retry_in: float | None = None) -> None:
+    async def wait(
+        self, waiter: Waiter, refusal: TandemError, seconds: float, *, retry_in: float | None = None
+    ) -> None:
         """Return when it is this request's turn to look for room. A request that has waited has its place again.
 
         `retry_in`: it may look again so many seconds later, whatever happens. Raises `refusal` after `seconds`,

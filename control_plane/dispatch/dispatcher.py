@@ -82,7 +82,9 @@ class Dispatcher:
         links.listen(router.health.stream_broke)
         self._stalls = StallWatch(router.health)
         self._rooms = RoomKeeper(registry, links, router, self.queue)
-        submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls, self._rooms)
+        submitter = Submitter(
+            registry, links, router, self._feedback, accept_seconds, signer, self._stalls, self._rooms
+        )
         trials = Trials(router, submitter, kv_clients, self._tasks)
         self._starter = RequestStarter(
             router,

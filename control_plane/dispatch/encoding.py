@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from control_plane.admission.model_admission import Waiter
-from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW, look_again_seconds
+from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -162,11 +162,12 @@ class EncodingDispatch:
                 await self._wait(part)
                 continue
             try:
-                return await self._send(worker, part)
+                values = await self._send(worker, part)
             except TandemError as error:
                 self._failed(worker, part, error)
-            finally:
+            else:
                 self.queue.release_next(part.request.model.model_id)
+                return values
 
     def _pick(self, part: _Part) -> Worker | None:
         """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
@@ -195,7 +196,7 @@ class EncodingDispatch:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
         if part.waiter is None:
             part.waiter = Waiter(part.request.model.model_id, part.request.account, num_tokens=part.num_tokens)
-        await self.queue.wait(part.waiter, refusal, part.waits_until - now, retry_in=look_again_seconds(refusal))
+        await self.queue.wait(part.waiter, refusal, part.waits_until - now)
         part.has_waited()
 
     def _changed(self, worker: Worker, is_here: bool) -> None:

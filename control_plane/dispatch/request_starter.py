@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from control_plane.dispatch.admission import NoRoom, RetryBudget, look_again_seconds
 from control_plane.admission.model_admission import Waiter
+from control_plane.dispatch.admission import NoRoom, RetryBudget, look_again_seconds
 from control_plane.dispatch.admission_queue import AdmissionQueue, waiter_of
 from control_plane.dispatch.doubts import ASK_NEXT, is_final
 from control_plane.dispatch.request_state import ChoiceState, RequestState
@@ -188,7 +188,7 @@ class RequestStarter:
             self._queue.take_back(waiter, device_ms)
             raise
         ms_per_token = 1000.0 / self._router.costs.answer_tokens_per_second(route.decodes[0])
-        state.meter = self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms, ms_per_token)
+        state.charge_to(self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms, ms_per_token))
 
     def _submit_choices(
         self, state: RequestState, choices: Sequence[ChoiceState], route: Route, rank: int

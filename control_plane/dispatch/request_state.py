@@ -121,7 +121,7 @@ class RequestState:
         self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
         self._num_avoided = 0
-        self.meter: AnswerMeter | None = None
+        self._meter: AnswerMeter | None = None
         """Charges the account for the answer's tokens as they come; None: the request has not started."""
         self.doubts = Doubts()
         """Final errors of workers, each believed or not."""
@@ -235,6 +235,10 @@ class RequestState:
 
     def avoid_only(self, incarnations: Collection[str]) -> None:
         self._avoid = set(incarnations)
+
+    def charge_to(self, meter: AnswerMeter) -> None:
+        """Charge the tokens that come from now on to an account."""
+        self._meter = meter
 
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""
@@ -413,8 +417,8 @@ class RequestState:
         finish_reason = _FINISH_REASONS.get(output.finish_reason)
         if fresh:
             choice.tokens.extend(fresh)
-            if self.meter is not None:
-                self.meter.answered(len(fresh))
+            if self._meter is not None:
+                self._meter.answered(len(fresh))
             if choice.lost_with:
                 choice.lost_with.clear()
                 choice.deaths.clear()

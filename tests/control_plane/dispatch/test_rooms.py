@@ -45,6 +45,7 @@ async def test_an_idle_models_request_is_submitted_at_once_while_a_full_models_w
         assert len(idle.submits) == 1
         assert here.dispatcher.queue.num_by_model() == {MODEL: 3}
         full.behave = serve
+        here.report(full)
         for each in waiting:
             assert await tokens_of(await each) == [answer()]  # type: ignore[arg-type]
 

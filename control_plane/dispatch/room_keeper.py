@@ -47,19 +47,20 @@ class RoomKeeper:
     def narrowed(self, route: Route, request: RoutingRequest, *, may_offer: bool = False) -> Route | None:
         """Return the route with those of its decode workers that are expected to take the request, at most three.
 
-        None: no worker is. `may_offer`: see `WorkerRooms.has_room`.
+        None: no worker is. `may_offer`: see `WorkerRooms.has_room`; of the first three.
         """
         if route.prefill is not None and not self._takes_prompt(route.prefill, request):
             return None
         cached = {each.estimate.worker.incarnation: each.estimate for each in route.comparison.decodes}
         decodes = []
-        for worker in route.decodes[: MAX_CANDIDATES if may_offer else None]:
+        for rank, worker in enumerate(route.decodes):
             num_tokens = _num_needed(request, cached.get(worker.incarnation))
             if route.prefill is not None:
                 num_tokens *= request.num_choices
             elif not self._takes_prompt(worker, request):
                 continue
-            if self.rooms.has_room(worker.incarnation, num_tokens, request.num_choices, may_offer=may_offer):
+            is_offer = may_offer and rank < MAX_CANDIDATES
+            if self.rooms.has_room(worker.incarnation, num_tokens, request.num_choices, may_offer=is_offer):
                 decodes.append(worker)
                 if len(decodes) == MAX_CANDIDATES:
                     break

@@ -72,6 +72,7 @@ async def serve(
     requests: Requests | None = None,
     explanations: ExplanationStore | None = None,
     drain: Drain | None = None,
+    priority_accounts: Sequence[str] = (),
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -91,6 +92,7 @@ async def serve(
         strict_fields=strict_fields,
         encoders=encoders,
         requests=requests,
+        priority_accounts=priority_accounts,
     )
     app = create_app(
         text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts, explanations=explanations, drain=drain

@@ -2,8 +2,8 @@
 
 A refused hand-over leaves nothing in the engine: its gateway offers it again after each load report of the worker, each
 second or a little later, while it is the first that waits there. Each class remembers one: the first that was refused.
-Once it has been offered for `AGEING_SECONDS`, the blocks that it lacks are kept free for it: until it is accepted, or is
-not offered any more.
+Once it has been offered for `AGEING_SECONDS`, the blocks that it lacks are kept free for it: until it is accepted, or
+is not offered any more.
 
 The choices of a request are one hand-over. A gateway offers them together, and takes all back if one is refused, so a
 turn lasts until all are accepted.

@@ -15,6 +15,7 @@ import uvicorn
 
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
+from control_plane.admission.budgets import BudgetTable
 from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.request_guard import LOCAL_HOSTS
@@ -194,6 +195,7 @@ class Gateway:
             proofs=proofs,
             macs_until=self._settings.macs_until,
             grain=self._settings.hash_grain,
+            budgets=BudgetTable.parse(self._settings.budgets),
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -370,6 +372,7 @@ class Gateway:
             salt_of=partial(cache_salt, self._secret),
             requests=self.requests,
             priority_accounts=settings.priority_accounts,
+            door=self.dispatcher,
         )
         http = HttpSettings(
             max_body_bytes=settings.max_body_bytes,

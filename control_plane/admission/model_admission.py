@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from control_plane.admission.cached_shares import CachedShares
 from control_plane.admission.prices import Prices
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.virtual_counters import VirtualCounters
@@ -103,6 +104,7 @@ class ModelAdmission:
         self._bounds = bounds
         self.counters = VirtualCounters()
         self.prices = Prices()
+        self.cached = CachedShares()
         self._moving: list[Waiter] = []
         self._lines: dict[int, _Line] = {}
         self._num_by_account: Counter[str] = Counter()
@@ -131,7 +133,7 @@ class ModelAdmission:
         """
         if waiter.order is None:
             if not waiter.is_moving:
-                self._check_bounds(waiter, has_accounts)
+                self.check_bounds(waiter, has_accounts=has_accounts)
             self._num_arrived += 1
             waiter.order = self._num_arrived
         waiter.tried_at = now
@@ -214,7 +216,8 @@ class ModelAdmission:
         for line in self._lines.values():
             yield from line
 
-    def _check_bounds(self, waiter: Waiter, has_accounts: bool) -> None:
+    def check_bounds(self, waiter: Waiter, *, has_accounts: bool = True) -> None:
+        """Raise Full if a request that comes now may not wait."""
         num_waiting, num_own = len(self), self._num_by_account[waiter.account]
         if num_waiting >= self._bounds.max_waiting:
             raise Full("max_waiting", num_waiting, self._bounds.max_waiting)

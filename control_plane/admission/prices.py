@@ -8,6 +8,7 @@ _OLD_WEIGHT = 0.95
 _ASSUMED_MS_PER_PROMPT_TOKEN = 1.0
 _ASSUMED_MS_PER_ANSWER_TOKEN = 10.0
 _ASSUMED_ANSWER_TOKENS = 128.0
+_ASSUMED_BYTES_PER_TOKEN = 4.0
 
 
 @dataclass
@@ -18,6 +19,8 @@ class Prices:
     """Of a token that no cache has."""
     ms_per_answer_token: float = _ASSUMED_MS_PER_ANSWER_TOKEN
     """A step's time by the tokens that it samples."""
+    bytes_per_token: float = _ASSUMED_BYTES_PER_TOKEN
+    """Of bodies, by the tokens of their prompts."""
     answer_tokens: float = _ASSUMED_ANSWER_TOKENS
     """Length of an answer."""
 
@@ -27,13 +30,18 @@ class Prices:
             self.ms_per_prompt_token = _mixed(self.ms_per_prompt_token, device_ms / num_tokens)
         self.ms_per_answer_token = _mixed(self.ms_per_answer_token, ms_per_answer_token)
 
+    def prepared(self, num_bytes: int, num_tokens: int) -> None:
+        """A body of so many bytes has become a prompt of so many tokens."""
+        if num_tokens > 0:
+            self.bytes_per_token = max(0.1, _mixed(self.bytes_per_token, num_bytes / num_tokens))
+
     def answered(self, num_tokens: int) -> None:
         """An answer of that length has ended."""
         self.answer_tokens = _mixed(self.answer_tokens, num_tokens)
 
-    def request_ms(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> float:
-        """Predict a request's device time, if no cache has any of its prompt."""
-        num_answer_tokens = min(float(max_tokens), self.answer_tokens) * num_choices
+    def request_ms(self, num_prompt_tokens: float, max_tokens: float, num_choices: int = 1) -> float:
+        """Predict the device time of a request; `num_prompt_tokens`: those that no cache has."""
+        num_answer_tokens = min(max_tokens, self.answer_tokens) * num_choices
         return num_prompt_tokens * self.ms_per_prompt_token + num_answer_tokens * self.ms_per_answer_token
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from control_plane.admission.token_times import TokenTimes
+
 _QUEUED_SHARE = 8
 """A worker may queue an eighth as many requests as run there at once, so that a free seat is taken in the next step."""
 
@@ -26,6 +28,11 @@ class Report:
     """Requests that run or wait."""
     max_running: int | None = None
     """Requests that run at once; None: not known."""
+    num_running: int = 0
+    num_steps: float = 0.0
+    """Since its start, as the two below."""
+    step_seconds: float = 0.0
+    num_tokens_generated: float = 0.0
 
 
 @dataclass(eq=False)
@@ -45,6 +52,7 @@ class _Room:
     offered.
     """
     num_ends: int = 0
+    times: TokenTimes = field(default_factory=TokenTimes)
 
 
 @dataclass(eq=False)
@@ -103,6 +111,13 @@ class WorkerRooms:
         if room is None:
             self._rooms[incarnation] = _Room(report)
             return
+        last = room.report
+        room.times.add(
+            (last.num_running + report.num_running) / 2,
+            report.num_steps - last.num_steps,
+            report.step_seconds - last.step_seconds,
+            report.num_tokens_generated - last.num_tokens_generated,
+        )
         room.report, room.is_full, room.may_offer = report, False, True
         room.num_tokens = sum(call.num_tokens for call in room.pending)
         room.num_requests = len(room.pending)
@@ -121,10 +136,19 @@ class WorkerRooms:
             room.pending.add(call)
         return call
 
-    def has_room(self, incarnation: str, num_tokens: int, num_requests: int = 1, *, may_offer: bool = False) -> bool:
+    def has_room(
+        self,
+        incarnation: str,
+        num_tokens: int,
+        num_requests: int = 1,
+        *,
+        token_seconds: float | None = None,
+        may_offer: bool = False,
+    ) -> bool:
         """Return whether a worker is expected to take `num_requests` that need `num_tokens` of its pool together.
 
-        `may_offer`: also if its pool seems full, once between two reports.
+        `token_seconds`: the time that each token of its answers may take then; None: any. `may_offer`: also if its pool
+        seems full, once between two reports.
         """
         room = self._rooms.get(incarnation)
         if room is None:
@@ -139,6 +163,8 @@ class WorkerRooms:
             num_places = report.max_running + max(1, report.max_running // _QUEUED_SHARE)
             if num_live + num_requests > num_places:
                 return False
+        if token_seconds is not None and not room.times.keeps(1000.0 * token_seconds, num_live + num_requests):
+            return False
         if not report.num_total_tokens:
             return True
         num_growing = num_live * report.tokens_per_block

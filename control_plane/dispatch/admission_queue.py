@@ -13,7 +13,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter
+from control_plane.admission.service_classes import ServiceClass
 from control_plane.generation import EncodingRequest, TokenRequest
 from tandem_runtime.errors import Overloaded, TandemError
 
@@ -35,13 +37,15 @@ class AdmissionQueue:
         queue_seconds: float,
         max_per_account: int = 0,
         *,
+        budgets: BudgetTable | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_waiting` and `max_per_account` are requests in one room; 0: half of a room, but at least one request.
 
-        `rng` draws the jitter of Retry-After.
+        `budgets`: how long requests of each model may be predicted to wait. `rng` draws the jitter of Retry-After.
         """
+        self._budgets = budgets or BudgetTable({})
         self._bounds = Bounds(max_waiting, max_per_account or max(1, max_waiting // 2))
         self._queue_seconds = queue_seconds
         self._has_accounts: Callable[[], bool] = lambda: True
@@ -87,6 +91,7 @@ class AdmissionQueue:
         if self._closed is not None:
             raise self._closed
         room = self.room(waiter.model_id)
+        self._raise_if_late(waiter, seconds)
         try:
             room.enter(waiter, self._clock(), has_accounts=self._has_accounts())
         except Full as full:
@@ -112,6 +117,39 @@ class AdmissionQueue:
                 timer.cancel()
             if self._turns.pop(waiter, None) is not None:
                 room.leave(waiter)
+
+    def refuse_early(self, waiter: Waiter, seconds: float) -> None:
+        """Raise Overloaded for a request that would not be let in within `seconds`, or within its model's budget.
+
+        For requests that are not prepared yet: `waiter` has a guess of their cost. Nothing is kept of them.
+        """
+        room = self._rooms.get(waiter.model_id)
+        if room is None or not room.must_wait(waiter):
+            return
+        self._raise_if_late(waiter, seconds)
+        try:
+            room.check_bounds(waiter, has_accounts=self._has_accounts())
+        except Full as full:
+            raise self._full(waiter, full) from None
+
+    def _raise_if_late(self, waiter: Waiter, seconds: float) -> None:
+        """Raise Overloaded if a request that comes now is predicted to wait too long. Batches may wait."""
+        if waiter.order is not None or waiter.is_moving or waiter.service_class == ServiceClass.BATCH:
+            return
+        predicted = self._predicted_seconds(waiter)
+        budget = self._budgets.of(waiter.model_id).wait_seconds
+        longest = seconds if budget is None else min(seconds, budget)
+        if predicted is not None and predicted > longest > 0:
+            raise Overloaded(
+                f"{self.num_waiting(waiter.model_id)} requests wait for {waiter.model_id}, and this one would wait for "
+                f"about {predicted:.0f} s, more than {longest:g} s; try again later, or add workers of the model",
+                retry_after_seconds=self.retry_after_seconds(waiter),
+            )
+
+    def _predicted_seconds(self, waiter: Waiter) -> float | None:
+        return self.room(waiter.model_id).predicted_wait_seconds(
+            waiter.account, waiter.service_class, waiter.cost_ms, self._clock()
+        )
 
     def let_in(self, waiter: Waiter, device_ms: float = 0.0) -> None:
         """A request was sent to workers, whose devices its prompt takes for `device_ms`: the next one may look."""
@@ -144,9 +182,7 @@ class AdmissionQueue:
 
         If nothing is known, it is what the worker has said in `refusal`.
         """
-        predicted = self.room(waiter.model_id).predicted_wait_seconds(
-            waiter.account, waiter.service_class, waiter.cost_ms, self._clock()
-        )
+        predicted = self._predicted_seconds(waiter)
         if predicted is None:
             predicted = (refusal.retry_after_seconds if refusal is not None else None) or LEAST_RETRY_SECONDS
         predicted = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, predicted))

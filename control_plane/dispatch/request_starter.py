@@ -85,9 +85,11 @@ class RequestStarter:
 
     def _waiter(self, state: RequestState, *, is_moving: bool = False) -> Waiter:
         request = state.request
-        prices = self._queue.room(request.model_id).prices
-        num_tokens, max_tokens = len(request.token_ids), request.sampling.max_tokens
-        return waiter_of(request, prices.request_ms(num_tokens, max_tokens, len(state.choices)), is_moving=is_moving)
+        room = self._queue.room(request.model_id)
+        share = room.cached.of(request.account, request.session_affinity)
+        num_tokens, max_tokens = (1 - share) * len(request.token_ids), request.sampling.max_tokens
+        cost_ms = room.prices.request_ms(num_tokens, max_tokens, len(state.choices))
+        return waiter_of(request, cost_ms, is_moving=is_moving)
 
     async def _start_when_there_is_room(self, state: RequestState, waiter: Waiter, deadline: float) -> None:
         worker_back_by = min(deadline, time.monotonic() + RESTART_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.worker_rooms import Report, SentCall, WorkerRooms
 from control_plane.dispatch.admission_queue import AdmissionQueue
@@ -26,7 +27,10 @@ _ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 class RoomKeeper:
     """Listens to registry and links; on one event loop."""
 
-    def __init__(self, registry: WorkerRegistry, links: LinkPool, router: Router, queue: AdmissionQueue) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, links: LinkPool, router: Router, queue: AdmissionQueue, budgets: BudgetTable
+    ) -> None:
+        self._budgets = budgets
         self._router = router
         self._queue = queue
         self.rooms = WorkerRooms()
@@ -52,6 +56,7 @@ class RoomKeeper:
         if route.prefill is not None and not self._takes_prompt(route.prefill, request):
             return None
         cached = {each.estimate.worker.incarnation: each.estimate for each in route.comparison.decodes}
+        token_seconds = self._budgets.of(request.model_id).token_seconds
         decodes = []
         for rank, worker in enumerate(route.decodes):
             num_tokens = _num_needed(request, cached.get(worker.incarnation))
@@ -60,7 +65,13 @@ class RoomKeeper:
             elif not self._takes_prompt(worker, request):
                 continue
             is_offer = may_offer and rank < MAX_CANDIDATES
-            if self.rooms.has_room(worker.incarnation, num_tokens, request.num_choices, may_offer=is_offer):
+            if self.rooms.has_room(
+                worker.incarnation,
+                num_tokens,
+                request.num_choices,
+                token_seconds=token_seconds,
+                may_offer=is_offer,
+            ):
                 decodes.append(worker)
                 if len(decodes) == MAX_CANDIDATES:
                     break
@@ -96,8 +107,10 @@ class RoomKeeper:
         self._take(worker)
 
         def has_room(waiter: Waiter) -> bool:
-            is_decode = worker.role == pb.WORKER_ROLE_DECODE
-            return is_decode and self.rooms.has_room(worker.incarnation, waiter.num_tokens)
+            if worker.role != pb.WORKER_ROLE_DECODE:
+                return False
+            token_seconds = self._budgets.of(waiter.model_id).token_seconds
+            return self.rooms.has_room(worker.incarnation, waiter.num_tokens, token_seconds=token_seconds)
 
         self._queue.reported(worker.info.card.model_id, has_room)
 
@@ -115,6 +128,10 @@ def report_of(worker: Worker) -> Report:
         tokens_per_block=pool.tokens_per_block,
         num_live=load.num_running + load.num_waiting,
         max_running=int(max_running) if max_running.isdecimal() and max_running.isascii() else None,
+        num_running=load.num_running,
+        num_steps=load.counters.get("steps", 0.0),
+        step_seconds=load.counters.get("step_seconds", 0.0),
+        num_tokens_generated=load.counters.get("tokens_generated", 0.0),
     )
 
 

@@ -86,6 +86,16 @@ class Preparer(Protocol):
         """
 
 
+class Door(Protocol):
+    """Decides on requests whose bodies are not tokenized yet."""
+
+    def refuse_early(self, model_id: str, account: str, service_class: int, session: str, num_bytes: int) -> None:
+        """Raise Overloaded if a request would not be let in in time."""
+
+    def body_prepared(self, model_id: str, num_bytes: int, num_tokens: int) -> None:
+        """A body of so many bytes has so many tokens."""
+
+
 class InlinePreparer:
     """Prepares bodies where it is called, on the event loop: for tests and tools, not for the bodies of strangers."""
 
@@ -125,12 +135,15 @@ class TextService:
         encoders: EncodingDispatcher | None = None,
         requests: Requests | None = None,
         priority_accounts: Collection[str] = (),
+        door: Door | None = None,
     ) -> None:
         """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes.
 
         `strict_fields`: refuse fields that change nothing. `encoders` answers embeddings, rankings and classes.
         `requests` follows all requests, for their explanations. `priority_accounts`: see `class_of`.
+        `door` refuses requests before they are tokenized.
         """
+        self._door = door
         self._priority_accounts = priority_accounts
         self.requests = requests or Requests()
         self._catalog = catalog
@@ -194,6 +207,7 @@ class TextService:
             nonlocal opened
             if opened is None:
                 opened = await self._open(asked, caller, time_left)
+                self._refuse_early(opened, len(raw))
             return opened.model
 
         try:
@@ -211,7 +225,17 @@ class TextService:
                 opened.failed(error)
             raise
         assert opened is not None, "a body is prepared for its model"
+        if self._door is not None and len(body.prompts) == 1:
+            self._door.body_prepared(opened.model.model_id, len(raw), len(body.prompts[0].token_ids) // 4)
         return body, opened, vocabulary
+
+    def _refuse_early(self, opened: _Opened, num_bytes: int) -> None:
+        """Refuse before the tokenizer, the account's limits and the ledger have had any work."""
+        model, caller = opened.model, opened.caller
+        if self._door is None or model.encoder is not None:
+            return
+        session = session_key(caller.account, model.model_id, caller.session_affinity or opened.asked.session)
+        self._door.refuse_early(model.model_id, caller.account, opened.service_class, session, num_bytes)
 
     async def encode(self, prepared: PreparedEncoding) -> Encoded:
         """Admit prepared texts and have them encoded. Raise TandemError.

@@ -37,10 +37,10 @@ def test_accounts_with_dear_and_cheap_requests_get_equal_device_time() -> None:
 
 def test_an_idle_account_rejoins_at_the_least_counter_of_those_that_wait() -> None:
     counters = VirtualCounters()
-    for account, used_ms in (("a", 500.0), ("b", 300.0)):
-        counters.arrive(account)
+    counters.arrive("a")
+    counters.arrive("b")
+    for account, used_ms in (("a", 500.0), ("b", 300.0), ("idle", 10.0)):
         counters.charge(account, used_ms)
-    counters.charge("idle", 10.0)
     counters.arrive("idle")
     assert (counters.of("a"), counters.of("b"), counters.of("idle")) == (500, 300, 300)
     counters.arrive("idle")

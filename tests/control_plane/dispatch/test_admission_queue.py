@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.dispatch.admission_queue import AdmissionQueue
@@ -212,4 +213,43 @@ async def test_retry_after_is_the_predicted_wait_with_jitter() -> None:
         queue.room("m").let_in(Waiter("m", "x", cost_ms=1000.0, order=0), 0.0, now)
     drawn = [queue.retry_after_seconds(newcomer) for _ in range(200)]
     assert 7.0 <= min(drawn) < 9.0 and 19.0 < max(drawn) <= 21.0, "six wait, and it would be the seventh: 14 s"
+    await end(*waiting)
+
+
+async def test_a_request_that_would_wait_longer_than_its_models_budget_is_refused_at_once() -> None:
+    now = 100.0
+    budgets = BudgetTable.parse(("m=5/0",))
+    queue = AdmissionQueue(100, 60.0, rng=random.Random(1), clock=lambda: now, budgets=budgets)
+    waiting = [await begin(queue, "m", cost_ms=1000.0) for _ in range(4)]
+    now += 1.0
+    queue.release_next("m")
+    await waiting[0]
+    queue.let_in(Waiter("m", "a", cost_ms=1000.0, order=0))  # 1,000 ms of devices in a second
+    for waiter, is_late in (
+        (Waiter("m", "a", cost_ms=4000.0), True),
+        (Waiter("m", "a", cost_ms=1000.0), False),
+        (Waiter("m", "b", cost_ms=2000.0), False),
+        (Waiter("m", "a", ServiceClass.BATCH, cost_ms=4000.0), False),
+        (Waiter("m", "a", ServiceClass.PRIORITY, cost_ms=4000.0), False),
+    ):
+        if is_late:
+            with pytest.raises(Overloaded, match=r"this one would wait for about \d s, more than 5 s") as raised:
+                queue.refuse_early(waiter, 60.0)
+            assert raised.value.retry_after_seconds is not None and 3 <= raised.value.retry_after_seconds <= 12
+            with pytest.raises(Overloaded, match="more than 5 s"):
+                await queue.wait(waiter, Overloaded(FULL), 60.0)
+        else:
+            queue.refuse_early(waiter, 60.0)
+    assert queue.num_waiting("m") == 2, "one more was let in, and what is refused leaves nothing"
+    queue.refuse_early(Waiter("n", "a", cost_ms=1e9), 60.0)
+    await end(*waiting)
+
+
+async def test_what_may_not_wait_is_refused_before_it_is_prepared() -> None:
+    queue = queue_of(4, 2)
+    waiting = [await begin(queue, "m") for _ in range(2)]
+    with pytest.raises(Overloaded, match="2 requests of your account wait"):
+        queue.refuse_early(Waiter("m", "a"), 60.0)
+    queue.refuse_early(Waiter("m", "b"), 60.0)
+    assert queue.num_waiting("m") == 2
     await end(*waiting)

@@ -24,6 +24,7 @@ from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
 from control_plane.audit.table_reader import TableReader
+from control_plane.dispatch import admission_counts
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.encoding import EncodingDispatch
@@ -130,6 +131,7 @@ class Gateway:
         prefixes = PrefixIndex(settings.prefix_index_blocks)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
+        admission_counts.export(self.dispatcher.queue.counts)
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()

@@ -10,6 +10,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from control_plane.admission.cached_shares import CachedShares
 from control_plane.admission.prices import Prices
@@ -52,12 +53,15 @@ class Bounds:
         return max(1, self.max_waiting // 2)
 
 
+Bound = Literal["max_waiting", "max_waiting_per_account", "batch"]
+
+
 class Full(Exception):
     """A request may not wait: too many do. `setting` names the bound."""
 
-    def __init__(self, setting: str, num_waiting: int, limit: int) -> None:
+    def __init__(self, setting: Bound, num_waiting: int, limit: int) -> None:
         super().__init__(setting, num_waiting, limit)
-        self.setting = setting
+        self.setting: Bound = setting
         self.num_waiting = num_waiting
         self.limit = limit
 
@@ -193,21 +197,21 @@ class ModelAdmission:
         self.counters.arrive(waiter.account)
         self.counters.leave(waiter.account)
 
-    def predicted_wait_seconds(self, account: str, service_class: int, cost_ms: float, now: float) -> float | None:
-        """Predict how long a request that comes now would wait; None: nothing was let in lately.
+    def predicted_wait_seconds(self, newcomer: Waiter, now: float) -> float | None:
+        """Predict how long a request would wait that comes now, or waits; None: nothing was let in lately.
 
         Of n accounts that wait each gets an n-th of what is let in, if the others use their parts.
         """
         rate = self._rate.ms_per_second(now)
         if not rate:
             return None
-        ahead_ms, own_ms, accounts = cost_ms, cost_ms, {account}
+        ahead_ms, own_ms, accounts = newcomer.cost_ms, newcomer.cost_ms, {newcomer.account}
         for waiter in self:
-            if waiter.service_class < service_class and not waiter.is_moving:
+            if waiter is newcomer or (waiter.service_class < newcomer.service_class and not waiter.is_moving):
                 continue
             ahead_ms += waiter.cost_ms
             accounts.add(waiter.account)
-            if waiter.account == account:
+            if waiter.account == newcomer.account:
                 own_ms += waiter.cost_ms
         return min(ahead_ms, own_ms * len(accounts)) / rate
 

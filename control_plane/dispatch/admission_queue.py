@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter
 from control_plane.admission.service_classes import ServiceClass
+from control_plane.dispatch.admission_counts import AdmissionCounts
+from control_plane.explain.history import Standing
 from control_plane.generation import EncodingRequest, TokenRequest
 from tandem_runtime.errors import Overloaded, TandemError
 
@@ -52,6 +54,7 @@ class AdmissionQueue:
         self._rooms: OrderedDict[str, ModelAdmission] = OrderedDict()
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._closed: TandemError | None = None
+        self.counts = AdmissionCounts()
         self._rng = rng or random.Random()
         self._clock = clock
 
@@ -96,6 +99,7 @@ class AdmissionQueue:
             room.enter(waiter, self._clock(), has_accounts=self._has_accounts())
         except Full as full:
             raise self._full(waiter, full) from None
+        self.counts.entered(waiter.model_id, waiter.service_class, self._predicted_seconds(waiter))
         turn = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
         timer = None if retry_in is None else asyncio.get_running_loop().call_later(retry_in, self._give_turn, waiter)
@@ -106,6 +110,7 @@ class AdmissionQueue:
             if turn.done() and not turn.cancelled():  # its turn came in the same moment
                 return
             if isinstance(refusal, Overloaded):
+                self.counts.refused(waiter.model_id, "waited")
                 refusal.retry_after_seconds = self.retry_after_seconds(waiter, refusal)
             raise refusal from None
         except BaseException:
@@ -115,6 +120,7 @@ class AdmissionQueue:
         finally:
             if timer is not None:
                 timer.cancel()
+            self.counts.left(waiter.model_id, waiter.service_class)
             if self._turns.pop(waiter, None) is not None:
                 room.leave(waiter)
 
@@ -140,16 +146,23 @@ class AdmissionQueue:
         budget = self._budgets.of(waiter.model_id).wait_seconds
         longest = seconds if budget is None else min(seconds, budget)
         if predicted is not None and predicted > longest > 0:
+            self.counts.refused(waiter.model_id, "late")
             raise Overloaded(
                 f"{self.num_waiting(waiter.model_id)} requests wait for {waiter.model_id}, and this one would wait for "
                 f"about {predicted:.0f} s, more than {longest:g} s; try again later, or add workers of the model",
                 retry_after_seconds=self.retry_after_seconds(waiter),
             )
 
+    def standing(self, waiter: Waiter) -> Standing:
+        """Return how a request stands that comes now, for its explanation."""
+        room = self.room(waiter.model_id)
+        wait_seconds = (self._predicted_seconds(waiter) or 0.0) if room.must_wait(waiter) else 0.0
+        name = ServiceClass(waiter.service_class).name.lower()
+        used_ms = room.counters.of(waiter.account)
+        return Standing(name, 1000.0 * wait_seconds, len(room), waiter.cost_ms, used_ms)
+
     def _predicted_seconds(self, waiter: Waiter) -> float | None:
-        return self.room(waiter.model_id).predicted_wait_seconds(
-            waiter.account, waiter.service_class, waiter.cost_ms, self._clock()
-        )
+        return self.room(waiter.model_id).predicted_wait_seconds(waiter, self._clock())
 
     def let_in(self, waiter: Waiter, device_ms: float = 0.0) -> None:
         """A request was sent to workers, whose devices its prompt takes for `device_ms`: the next one may look."""
@@ -221,6 +234,7 @@ class AdmissionQueue:
 
     def _full(self, waiter: Waiter, full: Full) -> Overloaded:
         model_id = waiter.model_id
+        self.counts.refused(model_id, full.setting)
         if full.setting == "max_waiting":
             message = (
                 f"{full.num_waiting} requests wait for {model_id} already, the limit is {full.limit}; try again "
@@ -244,7 +258,7 @@ def waiter_of(request: TokenRequest, cost_ms: float, *, is_moving: bool = False)
     return Waiter(
         request.model_id,
         request.account,
-        request.priority,
+        max(ServiceClass.BATCH, min(ServiceClass.PRIORITY, request.priority)),
         len(request.token_ids),
         cost_ms,
         is_moving,

@@ -65,6 +65,7 @@ class RequestStarter:
         """Start a new request as soon as there is room, after those that go before it. Raises TandemError."""
         deadline = self._queue.deadline(state.request)
         waiter = self._waiter(state)
+        state.history.came(self._queue.standing(waiter))
         if self._queue.must_wait(waiter) and not state.request.reject_if_busy:
             why = f"requests before this one wait for room at the workers of {waiter.model_id}; try again later"
             await self._wait(state, waiter, Overloaded(why), deadline - time.monotonic())

@@ -65,6 +65,22 @@ class Choice(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a request stood among those that waited when it came."""
+
+    service_class: str
+    """batch, default or priority."""
+    predicted_wait_ms: float
+    """0: it need not wait behind others, or nothing was known."""
+    num_waiting: int
+    """For its model, at this gateway."""
+    cost_ms: float
+    """Predicted device time of prompt and answer."""
+    used_ms: float
+    """Its account's virtual counter for the model: device time used, and skipped while it was idle."""
+
+
 @dataclass(slots=True)
 class Try:
     """One attempt to start the request."""
@@ -101,7 +117,18 @@ class PartEncoded:
 class History:
     """What happened to one request in the dispatcher."""
 
-    __slots__ = ("accepted_at", "attempts", "calls", "choices", "classes", "first_call", "laps", "moves", "parts")
+    __slots__ = (
+        "accepted_at",
+        "attempts",
+        "calls",
+        "choices",
+        "classes",
+        "first_call",
+        "laps",
+        "moves",
+        "parts",
+        "standing",
+    )
 
     def __init__(self) -> None:
         self.laps = Laps()
@@ -115,8 +142,14 @@ class History:
         """Which numerics class produced which tokens."""
         self.first_call: Call | None = None
         """The call that brought the first token."""
+        self.standing: Standing | None = None
+        """None: it has not come so far."""
         self.accepted_at: float | None = None
         """When the workers had accepted the request; None: it waits."""
+
+    def came(self, standing: Standing) -> None:
+        """The request comes to those that wait for its model."""
+        self.standing = standing
 
     def waits(self) -> None:
         """The request begins to wait for its turn: what was before went into finding no route."""

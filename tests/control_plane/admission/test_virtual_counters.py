@@ -116,7 +116,7 @@ def test_a_request_that_the_workers_did_not_take_is_not_charged() -> None:
     admission.let_in(waiter, 100.0, 1.0)
     admission.take_back(waiter, 100.0)
     assert admission.counters.of("a") == 0
-    assert admission.predicted_wait_seconds("a", 0, 1.0, 2.0) is None
+    assert admission.predicted_wait_seconds(Waiter("m", "a", 0, cost_ms=1.0), 2.0) is None
 
 
 def test_answers_are_charged_as_their_tokens_come() -> None:
@@ -137,9 +137,13 @@ def test_the_wait_is_predicted_from_what_was_let_in_and_from_the_accounts_part()
         admission.leave(waiter)
         admission.let_in(waiter, 100.0, now)
     # 100 ms a second: 8 wait
-    assert admission.predicted_wait_seconds("greedy", 0, 100.0, 2.0) == pytest.approx(9.0)
-    assert admission.predicted_wait_seconds("small", 0, 100.0, 2.0) == pytest.approx(2.0), "two accounts take turns"
-    assert admission.predicted_wait_seconds("small", 1, 100.0, 2.0) == pytest.approx(1.0), "no one of its class waits"
+    assert admission.predicted_wait_seconds(Waiter("m", "greedy", 0, cost_ms=100.0), 2.0) == pytest.approx(9.0)
+    assert admission.predicted_wait_seconds(Waiter("m", "small", 0, cost_ms=100.0), 2.0) == pytest.approx(2.0), (
+        "two accounts take turns"
+    )
+    assert admission.predicted_wait_seconds(Waiter("m", "small", 1, cost_ms=100.0), 2.0) == pytest.approx(1.0), (
+        "no one of its class waits"
+    )
 
 
 def test_who_may_ask_for_which_class() -> None:

@@ -136,14 +136,14 @@ def test_the_wait_is_predicted_from_what_was_let_in_and_from_the_accounts_part()
         assert waiter is not None
         admission.leave(waiter)
         admission.let_in(waiter, 100.0, now)
+
+    def wait_of(account: str, service_class: int) -> float | None:
+        return admission.predicted_wait_seconds(Waiter("m", account, service_class, cost_ms=100.0), 2.0)
+
     # 100 ms a second: 8 wait
-    assert admission.predicted_wait_seconds(Waiter("m", "greedy", 0, cost_ms=100.0), 2.0) == pytest.approx(9.0)
-    assert admission.predicted_wait_seconds(Waiter("m", "small", 0, cost_ms=100.0), 2.0) == pytest.approx(2.0), (
-        "two accounts take turns"
-    )
-    assert admission.predicted_wait_seconds(Waiter("m", "small", 1, cost_ms=100.0), 2.0) == pytest.approx(1.0), (
-        "no one of its class waits"
-    )
+    assert wait_of("greedy", 0) == pytest.approx(9.0)
+    assert wait_of("small", 0) == pytest.approx(2.0), "two accounts take turns"
+    assert wait_of("small", 1) == pytest.approx(1.0), "none of its class waits"
 
 
 def test_who_may_ask_for_which_class() -> None:

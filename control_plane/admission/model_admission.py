@@ -113,6 +113,8 @@ class ModelAdmission:
         self._lines: dict[int, _Line] = {}
         self._num_by_account: Counter[str] = Counter()
         self._num_by_class: Counter[int] = Counter()
+        self._looking: set[Waiter] = set()
+        """Their turn has come, and they look for room: a worker may refuse, so they keep their places until they go."""
         self._num_arrived = 0
         self._rate = _Rate()
 
@@ -140,6 +142,7 @@ class ModelAdmission:
                 self.check_bounds(waiter, has_accounts=has_accounts)
             self._num_arrived += 1
             waiter.order = self._num_arrived
+        self._looking.discard(waiter)
         waiter.tried_at = now
         if not len(self):
             self._rate.began(now)
@@ -151,8 +154,18 @@ class ModelAdmission:
         self._num_by_account[waiter.account] += 1
         self._num_by_class[waiter.service_class] += 1
 
+    def look(self, waiter: Waiter) -> None:
+        """It is the turn of a request that waits. It has its place until `enter`, or `gone`."""
+        self.leave(waiter)
+        if not waiter.is_moving:  # it has no place: it is beyond the bounds
+            self._looking.add(waiter)
+
+    def gone(self, waiter: Waiter) -> None:
+        """A request has started, or failed: its place is free."""
+        self._looking.discard(waiter)
+
     def leave(self, waiter: Waiter) -> None:
-        """A request waits no more: it looks for room, or its caller has left."""
+        """A request that waits does so no more."""
         if waiter.is_moving:
             self._moving.remove(waiter)
         else:
@@ -222,7 +235,9 @@ class ModelAdmission:
 
     def check_bounds(self, waiter: Waiter, *, has_accounts: bool = True) -> None:
         """Raise Full if a request that comes now may not wait."""
-        num_waiting, num_own = len(self), self._num_by_account[waiter.account]
+        num_waiting = len(self) + len(self._looking)
+        num_own = self._num_by_account[waiter.account]
+        num_own += sum(each.account == waiter.account for each in self._looking)
         if num_waiting >= self._bounds.max_waiting:
             raise Full("max_waiting", num_waiting, self._bounds.max_waiting)
         if has_accounts and num_own >= self._bounds.max_per_account:

@@ -169,6 +169,10 @@ class AdmissionQueue:
         self.room(waiter.model_id).let_in(waiter, device_ms, self._clock())
         self.release_next(waiter.model_id)
 
+    def gone(self, waiter: Waiter) -> None:
+        """A request looks for room no more, whatever it has found: call this once it has started or failed."""
+        self.room(waiter.model_id).gone(waiter)
+
     def take_back(self, waiter: Waiter, device_ms: float) -> None:
         """The workers have not taken a request that was let in."""
         self.room(waiter.model_id).take_back(waiter, device_ms)
@@ -218,7 +222,7 @@ class AdmissionQueue:
         if turn is None or turn.done():
             return
         del self._turns[waiter]
-        self.room(waiter.model_id).leave(waiter)
+        self.room(waiter.model_id).look(waiter)
         turn.set_result(None)
 
     def room(self, model_id: str) -> ModelAdmission:

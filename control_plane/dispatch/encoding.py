@@ -214,8 +214,10 @@ class EncodingDispatch:
             raise DeadlineExceeded("the request's deadline passed before all of its texts were encoded; send fewer")
         part.num_attempts += 1
         self._tokens[worker.incarnation] += part.num_tokens
-        if part.waiter is not None and self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
-            self.queue.let_in(part.waiter)
+        if part.waiter is not None:
+            self.queue.gone(part.waiter)
+            if self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
+                self.queue.let_in(part.waiter)
         try:
             sent_at = time.perf_counter()
             reply = await self._clients.stub(worker).Encode(_message(worker, part, seconds), timeout=seconds)

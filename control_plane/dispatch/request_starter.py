@@ -66,10 +66,13 @@ class RequestStarter:
         deadline = self._queue.deadline(state.request)
         waiter = self._waiter(state)
         state.history.came(self._queue.standing(waiter))
-        if self._queue.must_wait(waiter) and not state.request.reject_if_busy:
-            why = f"requests before this one wait for room at the workers of {waiter.model_id}; try again later"
-            await self._wait(state, waiter, Overloaded(why), deadline - time.monotonic())
-        await self._start_when_there_is_room(state, waiter, deadline)
+        try:
+            if self._queue.must_wait(waiter) and not state.request.reject_if_busy:
+                why = f"requests before this one wait for room at the workers of {waiter.model_id}; try again later"
+                await self._wait(state, waiter, Overloaded(why), deadline - time.monotonic())
+            await self._start_when_there_is_room(state, waiter, deadline)
+        finally:
+            self._queue.gone(waiter)
 
     async def restart(self, state: RequestState, lost: str) -> None:
         """Start a request again, before the requests that wait; avoid the lost incarnation at first."""

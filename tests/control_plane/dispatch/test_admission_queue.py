@@ -105,6 +105,24 @@ async def test_a_request_that_found_no_room_has_its_place_again() -> None:
     await end(*turns)
 
 
+async def test_a_request_that_looks_for_room_keeps_its_place() -> None:
+    queue = queue_of(2, 2)
+    looking, waiting = Waiter("m", "a"), await begin(queue, "m", "b")
+    turn = asyncio.create_task(queue.wait(looking, Overloaded(FULL), 60.0))
+    await end(waiting)
+    waiting = await begin(queue, "m", "b")
+    queue.release_next("m")
+    await turn
+    queue.let_in(looking)  # sent to a worker, which may refuse
+    await waiting  # the next one looks
+    with pytest.raises(Overloaded, match="2 requests wait for m already"):
+        await queue.wait(Waiter("m", "c"), Overloaded(FULL), 60.0)
+    queue.gone(looking)
+    late = await begin(queue, "m", "c")
+    assert not late.done()
+    await end(late)
+
+
 async def test_a_turn_whose_request_leaves_in_the_same_moment_is_the_next_ones() -> None:
     queue = queue_of()
     leaving, next_one = await begin(queue, "m"), await begin(queue, "m")

@@ -145,6 +145,11 @@ class Dispatcher:
             raise
         return RequestStream(state)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait for room, of whichever model."""
+        return bool(len(self.queue))
+
     def refuse_early(self, model_id: str, account: str, service_class: int, session: str, num_bytes: int) -> None:
         """Raise Overloaded for a body of so many bytes whose request would not be let in in time."""
         if not self.queue.num_waiting(model_id):

@@ -19,7 +19,7 @@ import msgspec
 
 from control_plane.accounts.identity import Caller
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
-from control_plane.admission.service_classes import ServiceClass, class_of
+from control_plane.admission.service_classes import ServiceClass
 from control_plane.explain.requests import Requests
 from control_plane.explain.timeline import Timeline
 from control_plane.generation import (
@@ -37,6 +37,7 @@ from control_plane.generation import (
 )
 from control_plane.text.choice import ChoiceText, TextLogprobs
 from control_plane.text.deadline import Deadline, until
+from control_plane.text.early_refusals import Door, EarlyRefusals
 from control_plane.text.prepared import (
     AnswerForm,
     Asked,
@@ -86,16 +87,6 @@ class Preparer(Protocol):
         """
 
 
-class Door(Protocol):
-    """Decides on requests whose bodies are not tokenized yet."""
-
-    def refuse_early(self, model_id: str, account: str, service_class: int, session: str, num_bytes: int) -> None:
-        """Raise Overloaded if a request would not be let in in time."""
-
-    def body_prepared(self, model_id: str, num_bytes: int, num_tokens: int) -> None:
-        """A body of so many bytes has so many tokens."""
-
-
 class InlinePreparer:
     """Prepares bodies where it is called, on the event loop: for tests and tools, not for the bodies of strangers."""
 
@@ -143,8 +134,7 @@ class TextService:
         `requests` follows all requests, for their explanations. `priority_accounts`: see `class_of`.
         `door` refuses requests before they are tokenized.
         """
-        self._door = door
-        self._priority_accounts = priority_accounts
+        self._early = EarlyRefusals(door, catalog, priority_accounts)
         self.requests = requests or Requests()
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -202,12 +192,13 @@ class TextService:
         opened: _Opened | None = None
         timeline = caller.timeline or Timeline()
         caller = replace(caller, timeline=timeline)
+        await self._early.check_unparsed(job, raw, caller)
 
         async def resolve(asked: Asked) -> ModelDescription:
             nonlocal opened
             if opened is None:
                 opened = await self._open(asked, caller, time_left)
-                self._refuse_early(opened, len(raw))
+                self._early.check_parsed(asked, opened.model, caller, len(raw))
             return opened.model
 
         try:
@@ -225,17 +216,8 @@ class TextService:
                 opened.failed(error)
             raise
         assert opened is not None, "a body is prepared for its model"
-        if self._door is not None and len(body.prompts) == 1:
-            self._door.body_prepared(opened.model.model_id, len(raw), len(body.prompts[0].token_ids) // 4)
+        self._early.prepared(opened.model, len(raw), body.prompts)
         return body, opened, vocabulary
-
-    def _refuse_early(self, opened: _Opened, num_bytes: int) -> None:
-        """Refuse before the tokenizer, the account's limits and the ledger have had any work."""
-        model, caller = opened.model, opened.caller
-        if self._door is None or model.encoder is not None:
-            return
-        session = session_key(caller.account, model.model_id, caller.session_affinity or opened.asked.session)
-        self._door.refuse_early(model.model_id, caller.account, opened.service_class, session, num_bytes)
 
     async def encode(self, prepared: PreparedEncoding) -> Encoded:
         """Admit prepared texts and have them encoded. Raise TandemError.
@@ -315,8 +297,7 @@ class TextService:
             record.model_found(model)
         if model.is_fallback:
             caller.answer_headers[FALLBACK_HEADER] = model.model_id
-        service_class = class_of(asked.service_tier or caller.service_tier, caller.account, self._priority_accounts)
-        return _Opened(asked, caller, model, time_left, records, service_class)
+        return _Opened(asked, caller, model, time_left, records, self._early.class_of(asked, caller))
 
     async def start_prepared(self, prompt: Prompt) -> TextStream:
         """Admit and submit a prepared prompt. Raise TandemError."""

@@ -22,7 +22,8 @@ from control_plane.explain.requests import Requests
 from control_plane.explain.store import ExplanationStore
 from control_plane.generation import EncodingDispatcher
 from control_plane.request_metrics import RequestMetrics
-from control_plane.text.text_service import Door, Preparer, TextService
+from control_plane.text.early_refusals import Door
+from control_plane.text.text_service import Preparer, TextService
 from tests.control_plane.api.model import OneModel, description
 from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -34,6 +35,8 @@ _SIZES = {"200 characters": 200, "8 kB": 8_000, "60 kB": 60_000}
 _HEALTH = "GET /healthz"
 _NUM_RUNNING, _NUM_WAITING = 4, 16
 _LONGEST_WAIT_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_TOKEN = "of-the-operator"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_kinds(size: Size, folder: Path, progress: Progress) -> dict[str, Reading]:
     """Return what each kind of request took."""
     readings = {name: Reading() for name in (_HEALTH, *_SIZES)}
-    with Processes(folder) as processes:
+    with Processes(folder, variables={"TANDEM_CONTROL_OPERATOR_TOKEN": _TOKEN}) as processes:
         gateway = processes.gateway("--max-waiting", str(_NUM_WAITING), "--queue-seconds", "600", "--budgets", "*=0/0")
         processes.stand_in(0.1, "--max-running", str(_NUM_RUNNING))
         filling = _fill(processes.address)
@@ -120,9 +123,16 @@ class _Client:
 
     def wait_until_full(self) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while self._status(next(iter(_SIZES)))[0] != 429:
+        while self._num_waiting() < _NUM_WAITING:
+            time.sleep(_POLL_SECONDS)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the model is not full after {_LONGEST_WAIT_SECONDS:g} s")
+
+    def _num_waiting(self) -> int:
+        self._connection.request("GET", "/metrics", headers={"authorization": f"Bearer {_TOKEN}"})
+        text = self._connection.getresponse().read().decode()
+        found = re.search(r"^tandem_queue_length\{[^}]*\} (\d+)", text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def ask(self, name: str, number: int, reading: Reading) -> None:
         """Ask for a kind of request so often. Raise RuntimeError for an answer that is no refusal."""

@@ -7,9 +7,9 @@ arrival. A waiter that finds no room goes back to its place.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from control_plane.admission.cached_shares import CachedShares
@@ -17,8 +17,10 @@ from control_plane.admission.prices import Prices
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.virtual_counters import VirtualCounters
 
-_RATE_SECONDS = 30.0
-"""The rate at which waiting requests are let in is that of the last half minute."""
+_HALF_LIFE_SECONDS = 10.0
+"""The rate at which waiting requests are let in forgets a half in so long a time in which any waited."""
+_MIN_LET_IN, _MIN_SECONDS = 4, 0.5
+"""Before the rate is known."""
 
 
 @dataclass(eq=False)
@@ -36,6 +38,8 @@ class Waiter:
     """Its worker was lost: it is before all others, and beyond the bounds."""
     order: int | None = None
     """Its arrival; None: it has not waited yet."""
+    came_at: float = 0.0
+    """When it first waited."""
     tried_at: float = 0.0
     """When it last looked for room."""
 
@@ -141,11 +145,11 @@ class ModelAdmission:
             if not waiter.is_moving:
                 self.check_bounds(waiter, has_accounts=has_accounts)
             self._num_arrived += 1
-            waiter.order = self._num_arrived
+            waiter.order, waiter.came_at = self._num_arrived, now
         self._looking.discard(waiter)
         waiter.tried_at = now
         if not len(self):
-            self._rate.began(now)
+            self._rate.waits(now)
         self.counters.arrive(waiter.account)
         if waiter.is_moving:
             insort(self._moving, waiter, key=_order)
@@ -154,9 +158,9 @@ class ModelAdmission:
         self._num_by_account[waiter.account] += 1
         self._num_by_class[waiter.service_class] += 1
 
-    def look(self, waiter: Waiter) -> None:
+    def look(self, waiter: Waiter, now: float) -> None:
         """It is the turn of a request that waits. It has its place until `enter`, or `gone`."""
-        self.leave(waiter)
+        self.leave(waiter, now)
         if not waiter.is_moving:  # it has no place: it is beyond the bounds
             self._looking.add(waiter)
 
@@ -164,7 +168,7 @@ class ModelAdmission:
         """A request has started, or failed: its place is free."""
         self._looking.discard(waiter)
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: Waiter, now: float) -> None:
         """A request that waits does so no more."""
         if waiter.is_moving:
             self._moving.remove(waiter)
@@ -178,6 +182,8 @@ class ModelAdmission:
         if not self._num_by_account[waiter.account]:
             del self._num_by_account[waiter.account]
         self._num_by_class[waiter.service_class] -= 1
+        if not len(self):
+            self._rate.nobody_waits(now)
 
     def first(self) -> Waiter | None:
         """Return the request that is next; None: nobody waits."""
@@ -249,33 +255,50 @@ class ModelAdmission:
 
 @dataclass
 class _Rate:
-    """How much predicted device time of waiting requests is let in per second."""
+    """How much predicted device time of waiting requests is let in per second while any waits.
 
-    _began_at: float = 0.0
-    _let_in: deque[tuple[float, float]] = field(default_factory=deque)
-    _latest: float = 0.0
+    Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing.
+    """
 
-    def began(self, now: float) -> None:
-        """Somebody waits again; while nobody waits, the rate is that of arrivals, and tells nothing."""
-        self._latest = self.ms_per_second(now)
-        self._began_at = now
-        self._let_in.clear()
+    _busy_since: float | None = None
+    _seconds: float = 0.0
+    """While any waited; both sums forget what is long ago."""
+    _let_in_ms: float = 0.0
+    _num_let_in: int = 0
+
+    def waits(self, now: float) -> None:
+        """At least one request waits from now on."""
+        self._advance(now)
+        self._busy_since = now
+
+    def nobody_waits(self, now: float) -> None:
+        self._advance(now)
+        self._busy_since = None
 
     def let_in(self, cost_ms: float, now: float) -> None:
-        self._let_in.append((now, cost_ms))
+        self._advance(now)
+        self._let_in_ms += cost_ms
+        self._num_let_in += 1
 
     def take_back(self, cost_ms: float) -> None:
-        if self._let_in and self._let_in[-1][1] == cost_ms:
-            self._let_in.pop()
+        self._let_in_ms = max(0.0, self._let_in_ms - cost_ms)
+        self._num_let_in -= 1
 
     def ms_per_second(self, now: float) -> float:
-        """Return the rate; 0.0 if nothing is known."""
-        while self._let_in and self._let_in[0][0] < now - _RATE_SECONDS:
-            self._let_in.popleft()
-        seconds = min(_RATE_SECONDS, now - self._began_at)
-        if not self._let_in or seconds <= 0:
-            return self._latest
-        return sum(cost_ms for _, cost_ms in self._let_in) / seconds
+        """Return the rate; 0.0 while too little is known."""
+        self._advance(now)
+        if self._num_let_in < _MIN_LET_IN or self._seconds < _MIN_SECONDS:
+            return 0.0
+        return self._let_in_ms / self._seconds
+
+    def _advance(self, now: float) -> None:
+        if self._busy_since is None:
+            return
+        seconds = max(0.0, now - self._busy_since)
+        kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+        self._seconds = self._seconds * kept + seconds
+        self._let_in_ms *= kept
+        self._busy_since = now
 
 
 def _order(waiter: Waiter) -> int:

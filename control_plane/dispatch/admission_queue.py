@@ -8,6 +8,7 @@ next turn of the event loop: as many are let in at once as there is room for.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import OrderedDict
@@ -99,6 +100,7 @@ class AdmissionQueue:
             room.enter(waiter, self._clock(), has_accounts=self._has_accounts())
         except Full as full:
             raise self._full(waiter, full) from None
+        seconds = min(seconds, self._seconds_left(waiter, refusal))
         self.counts.entered(waiter.model_id, waiter.service_class, self._predicted_seconds(waiter))
         turn = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
@@ -122,7 +124,7 @@ class AdmissionQueue:
                 timer.cancel()
             self.counts.left(waiter.model_id, waiter.service_class)
             if self._turns.pop(waiter, None) is not None:
-                room.leave(waiter)
+                room.leave(waiter, self._clock())
 
     def refuse_early(self, waiter: Waiter, seconds: float) -> None:
         """Raise Overloaded for a request that would not be let in within `seconds`, or within its model's budget.
@@ -152,6 +154,14 @@ class AdmissionQueue:
                 f"about {predicted:.0f} s, more than {longest:g} s; try again later, or add workers of the model",
                 retry_after_seconds=self.retry_after_seconds(waiter),
             )
+
+    def _seconds_left(self, waiter: Waiter, refusal: TandemError) -> float:
+        """Return how long a request may still wait for room by its model's budget: later it would come too late."""
+        budget = self._budgets.of(waiter.model_id).wait_seconds
+        is_bound = not waiter.is_moving and waiter.service_class != ServiceClass.BATCH
+        if budget is None or not is_bound or not isinstance(refusal, Overloaded):
+            return math.inf
+        return waiter.came_at + budget - self._clock()
 
     def standing(self, waiter: Waiter) -> Standing:
         """Return how a request stands that comes now, for its explanation."""
@@ -222,7 +232,7 @@ class AdmissionQueue:
         if turn is None or turn.done():
             return
         del self._turns[waiter]
-        self.room(waiter.model_id).look(waiter)
+        self.room(waiter.model_id).look(waiter, self._clock())
         turn.set_result(None)
 
     def room(self, model_id: str) -> ModelAdmission:

@@ -19,7 +19,7 @@ def serve(admission: ModelAdmission, num: int, cost_of: dict[str, float], now: f
     for _ in range(num):
         waiter = admission.first()
         assert waiter is not None
-        admission.leave(waiter)
+        admission.leave(waiter, now)
         admission.let_in(waiter, cost_of[waiter.account], now)
         served[waiter.account] += int(cost_of[waiter.account])
     return served
@@ -91,7 +91,7 @@ def test_a_class_goes_before_the_classes_below_and_moving_requests_before_all() 
     order = []
     while (first := admission.first()) is not None:
         order.append(first.account)
-        admission.leave(first)
+        admission.leave(first, 0.0)
     assert order == ["moving", "priority", "default", "batch"]
     assert len(admission) == 0
 
@@ -112,7 +112,7 @@ def test_a_request_that_the_workers_did_not_take_is_not_charged() -> None:
     admission = ModelAdmission(BOUNDS)
     waiter = Waiter("m", "a")
     admission.enter(waiter, 0.0)
-    admission.leave(waiter)
+    admission.leave(waiter, 1.0)
     admission.let_in(waiter, 100.0, 1.0)
     admission.take_back(waiter, 100.0)
     assert admission.counters.of("a") == 0
@@ -129,21 +129,45 @@ def test_answers_are_charged_as_their_tokens_come() -> None:
 
 def test_the_wait_is_predicted_from_what_was_let_in_and_from_the_accounts_part() -> None:
     admission = ModelAdmission(BOUNDS)
-    for _ in range(10):
+    for _ in range(18):
         admission.enter(Waiter("m", "greedy", cost_ms=100.0), 0.0)
-    for now in (1.0, 2.0):
+    for index in range(10):
         waiter = admission.first()
         assert waiter is not None
-        admission.leave(waiter)
+        now = 0.2 * (index + 1)
+        admission.leave(waiter, now)
         admission.let_in(waiter, 100.0, now)
 
     def wait_of(account: str, service_class: int) -> float | None:
         return admission.predicted_wait_seconds(Waiter("m", account, service_class, cost_ms=100.0), 2.0)
 
-    # 100 ms a second: 8 wait
-    assert wait_of("greedy", 0) == pytest.approx(9.0)
-    assert wait_of("small", 0) == pytest.approx(2.0), "two accounts take turns"
-    assert wait_of("small", 1) == pytest.approx(1.0), "none of its class waits"
+    # about 500 ms a second: 8 wait
+    assert wait_of("greedy", 0) == pytest.approx(900 / 500, rel=0.1)
+    assert wait_of("small", 0) == pytest.approx(200 / 500, rel=0.1), "two accounts take turns"
+    assert wait_of("small", 1) == pytest.approx(100 / 500, rel=0.1), "none of its class waits"
+
+
+def test_what_is_let_in_while_nobody_waits_does_not_count_as_the_rate() -> None:
+    admission = ModelAdmission(BOUNDS)
+    now = 0.0
+    for _ in range(8):  # each waits for a second, and then nobody for a hundred
+        waiter = Waiter("m", "a", cost_ms=100.0)
+        admission.enter(waiter, now)
+        admission.leave(waiter, now + 1)
+        admission.let_in(waiter, 100.0, now + 1)
+        now += 100
+    assert admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=100.0), now) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_rate_follows_the_capacity() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.enter(Waiter("m", "a", cost_ms=100.0), 0.0)
+    for index in range(1200):  # ten a second for a minute, then one a second
+        now = index / 10 if index < 600 else 60.0 + (index - 600)
+        admission.let_in(Waiter("m", "a", cost_ms=100.0, order=0), 0.0, now)
+        if index == 599:
+            assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(0.1, 0.2)
+    assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(1.0, 0.2)
 
 
 def test_who_may_ask_for_which_class() -> None:

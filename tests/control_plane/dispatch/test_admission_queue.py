@@ -221,16 +221,16 @@ async def test_a_request_may_look_again_after_a_time_of_its_own() -> None:
 async def test_retry_after_is_the_predicted_wait_with_jitter() -> None:
     now = 100.0
     queue = AdmissionQueue(100, 60.0, rng=random.Random(1), clock=lambda: now)
-    waiting = [await begin(queue, "m", account, cost_ms=1000.0) for account in "abcdefgh"]
+    waiting = [await begin(queue, "m", account, cost_ms=1000.0) for account in "abcdefghij"]
     newcomer = Waiter("m", "new", cost_ms=1000.0)
     assert 0.5 <= queue.retry_after_seconds(newcomer) <= 1.5, "nothing was let in yet"
-    for _ in range(2):  # 1,000 ms of devices each two seconds
-        now += 2.0
+    for _ in range(4):  # 1,000 ms of devices a second
+        now += 1.0
         queue.release_next("m")
         await asyncio.sleep(0)
         queue.room("m").let_in(Waiter("m", "x", cost_ms=1000.0, order=0), 0.0, now)
     drawn = [queue.retry_after_seconds(newcomer) for _ in range(200)]
-    assert 7.0 <= min(drawn) < 9.0 and 19.0 < max(drawn) <= 21.0, "six wait, and it would be the seventh: 14 s"
+    assert 3.0 <= min(drawn) < 4.5 and 9.0 < max(drawn) <= 11.0, "six wait, and it would be the seventh: about 7 s"
     await end(*waiting)
 
 
@@ -238,11 +238,12 @@ async def test_a_request_that_would_wait_longer_than_its_models_budget_is_refuse
     now = 100.0
     budgets = BudgetTable.parse(("m=5/0",))
     queue = AdmissionQueue(100, 60.0, rng=random.Random(1), clock=lambda: now, budgets=budgets)
-    waiting = [await begin(queue, "m", cost_ms=1000.0) for _ in range(4)]
-    now += 1.0
-    queue.release_next("m")
-    await waiting[0]
-    queue.let_in(Waiter("m", "a", cost_ms=1000.0, order=0))  # 1,000 ms of devices in a second
+    waiting = [await begin(queue, "m", cost_ms=1000.0) for _ in range(6)]
+    for each in waiting[:4]:  # 1,000 ms of devices a second
+        now += 1.0
+        queue.release_next("m")
+        await each
+        queue.room("m").let_in(Waiter("m", "a", cost_ms=1000.0, order=0), 0.0, now)
     for waiter, is_late in (
         (Waiter("m", "a", cost_ms=4000.0), True),
         (Waiter("m", "a", cost_ms=1000.0), False),
@@ -258,7 +259,7 @@ async def test_a_request_that_would_wait_longer_than_its_models_budget_is_refuse
                 await queue.wait(waiter, Overloaded(FULL), 60.0)
         else:
             queue.refuse_early(waiter, 60.0)
-    assert queue.num_waiting("m") == 2, "one more was let in, and what is refused leaves nothing"
+    assert queue.num_waiting("m") == 2, "what is refused leaves nothing"
     queue.refuse_early(Waiter("n", "a", cost_ms=1e9), 60.0)
     await end(*waiting)
 
@@ -271,3 +272,16 @@ async def test_what_may_not_wait_is_refused_before_it_is_prepared() -> None:
     queue.refuse_early(Waiter("m", "b"), 60.0)
     assert queue.num_waiting("m") == 2
     await end(*waiting)
+
+
+async def test_a_request_waits_for_room_no_longer_than_its_budget() -> None:
+    queue = AdmissionQueue(8, 60.0, budgets=BudgetTable.parse(("m=0.02/0",)))
+    with pytest.raises(Overloaded, match=FULL):
+        await asyncio.wait_for(queue.wait(Waiter("m", "a"), Overloaded(FULL), 60.0), 10)
+    batch = await begin(queue, "m", service_class=ServiceClass.BATCH)
+    moving = await begin(queue, "m", is_moving=True)
+    lost = asyncio.create_task(queue.wait(Waiter("m", "a"), Unavailable("no worker"), 0.2))
+    with pytest.raises(Unavailable):
+        await lost
+    assert not batch.done() and not moving.done()
+    await end(batch, moving)

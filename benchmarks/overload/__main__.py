@@ -4,8 +4,9 @@
 
 A gateway has a core; a stand-in worker and the client have another. The worker has seats for a few answers of fixed
 length and pace, and refuses what is more: so capacity is known, and a load of 20 times it can be asked from one core.
-Arrivals are random (Poisson, seeded), and nobody comes again. Three accounts ask: a greedy one for 80 % of the load, two
-small ones for 10 % each. An account's fair part is that of max-min fairness: what it asks for, at most its part of the rest.
+Arrivals are random (Poisson, seeded), and nobody comes again. Three accounts ask: a greedy one for 80 % of the load,
+two small ones for 10 % each. An account's fair part is that of max-min fairness: what it asks for, at most an equal
+part of what the others leave.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from benchmarks.lib.stats import percentile
 from tandem_engine.demo import MODEL_ID
 
 NUM_SEATS = 8
-NUM_TOKENS = 50
-TOKEN_SECONDS = 0.02
+NUM_TOKENS = 10
+TOKEN_SECONDS = 0.1
 CAPACITY = NUM_SEATS / (NUM_TOKENS * TOKEN_SECONDS)
 """Answers per second."""
-WAIT_SECONDS, NEXT_SECONDS = 3.0, 0.1
+WAIT_SECONDS, NEXT_SECONDS = 3.0, 0.25
 """The model's budgets."""
 _FIRST_SECONDS = WAIT_SECONDS + 0.5
 """An accepted request has met its budget if its first token came by then."""
@@ -47,7 +48,7 @@ class Size:
     seconds: float
 
 
-FULL, QUICK = Size((1, 2, 5, 20), 40.0), Size((1, 5), 6.0)
+FULL, QUICK = Size((1, 2, 5, 20), 40.0), Size((1, 5), 8.0)
 
 
 @dataclass

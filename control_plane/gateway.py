@@ -15,6 +15,7 @@ import uvicorn
 
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
+from control_plane.admission.budgets import BudgetTable
 from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.request_guard import LOCAL_HOSTS
@@ -23,6 +24,7 @@ from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
 from control_plane.audit.table_reader import TableReader
+from control_plane.dispatch import admission_counts
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.encoding import EncodingDispatch
@@ -129,6 +131,7 @@ class Gateway:
         prefixes = PrefixIndex(settings.prefix_index_blocks)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
+        admission_counts.export(self.dispatcher.queue.counts)
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
@@ -194,6 +197,7 @@ class Gateway:
             proofs=proofs,
             macs_until=self._settings.macs_until,
             grain=self._settings.hash_grain,
+            budgets=BudgetTable.parse(self._settings.budgets),
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -369,6 +373,8 @@ class Gateway:
             preparer=self.text_processes,
             salt_of=partial(cache_salt, self._secret),
             requests=self.requests,
+            priority_accounts=settings.priority_accounts,
+            door=self.dispatcher,
         )
         http = HttpSettings(
             max_body_bytes=settings.max_body_bytes,

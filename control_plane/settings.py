@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
+from control_plane.admission.budgets import DEFAULT_BUDGETS, BudgetTable
 from control_plane.fleet.worker_addresses import parse_networks
 from control_plane.generation import DEFAULT_GRAIN, AccountPolicies
 from tandem_runtime import plaintext_settings
@@ -154,13 +155,23 @@ class ControlPlaneSettings(HandleSettings):
         10.0, "seconds a worker may take to accept a request before the next worker is tried"
     )
     queue_seconds: float = setting(
-        30.0, "seconds a request waits in the admission queue while every worker of its model is full; then 429"
+        30.0,
+        "seconds a request waits in the admission queue while every worker of its model is full, then 429; --budgets may "
+        "be shorter",
     )
     max_waiting: int = setting(512, "requests that may wait for one model; more are refused with 429")
     max_waiting_per_account: int = setting(
         0,
         "requests of one account that may wait for one model, once there are accounts; 0: half of --max-waiting, at "
         "least 1; more are refused with 429",
+    )
+    budgets: tuple[str, ...] = setting(
+        DEFAULT_BUDGETS,
+        "budgets as MODEL=FIRST/NEXT, * for all others: seconds that a request may be predicted to wait for its turn, "
+        "else 429 at once; seconds per token of a worker's answers, beyond which no more are sent there; 0: no bound",
+    )
+    priority_accounts: tuple[str, ...] = setting(
+        (), "accounts whose requests with service_tier priority are served before others; * for all"
     )
     local_prefill: Literal["auto", "never"] = setting(
         "auto",
@@ -292,6 +303,7 @@ class ControlPlaneSettings(HandleSettings):
         if not 0 <= self.explain_hours < float("inf"):
             raise ValueError(f"explain_hours is {self.explain_hours:g}, must be 0 or more; leave it out for a day")
         PriceTable.parse(self.prices)
+        BudgetTable.parse(self.budgets)
         if not _MIN_CERTIFICATE_SECONDS <= self.certificate_seconds <= _MAX_CERTIFICATE_SECONDS:
             raise ValueError(
                 f"certificate_seconds is {self.certificate_seconds:g}, must be {_MIN_CERTIFICATE_SECONDS} to "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 MAX_RETRIES = 2
 MAX_RETRY_DELAY_SECONDS = 8.0
+_JITTER = 0.5
+"""A retry waits up to so much longer: clients that were refused together do not come back together."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,20 @@ class Connection:
         )
 
 
-def retry_delay_seconds(error: TandemAPIError, num_tries: int) -> float | None:
+def retry_delay_seconds(
+    error: TandemAPIError, num_tries: int, draw: Callable[[], float] = random.random
+) -> float | None:
     """Return the seconds to wait before a retry, or None for no retry.
 
+    The wait is that of Retry-After, and up to half as long again.
     Retried are errors that can pass: no connection, too busy, draining. A connection that broke after the call was sent
     is not: the call may have run. Nor is an answer with `x-should-retry: false`: the call's work was done, and billed.
     If the server asks for a longer wait than MAX_RETRY_DELAY_SECONDS, there is no retry, and the caller gets the error
-    with `retry_after`.
+    with `retry_after`. `draw` returns a random number from 0 to 1.
     """
     never_sent = isinstance(error, TandemConnectionError) and not error.was_sent
     passing = isinstance(error, RateLimitError) or never_sent or error.status == 503
     if num_tries > MAX_RETRIES or not passing or not error.may_repeat or isinstance(error, TandemTimeoutError):
         return None
     delay = error.retry_after if error.retry_after is not None else 0.25 * 2**num_tries
-    return delay if delay <= MAX_RETRY_DELAY_SECONDS else None
+    return delay * (1 + _JITTER * draw()) if delay <= MAX_RETRY_DELAY_SECONDS else None

@@ -30,6 +30,8 @@ class Caller:
     request_id: str
     account: str = "default"
     session_affinity: str = ""
+    service_tier: str = ""
+    """Of the request's header; "": not sent."""
     reject_if_busy: bool = False
     timeout_seconds: float | None = None
     """None for the service's own timeout, which is also the maximum."""

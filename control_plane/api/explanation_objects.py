@@ -86,6 +86,16 @@ class RouteObject(TypedDict):
     attempts: list[AttemptObject]
 
 
+class AdmissionObject(TypedDict):
+    """How the request stood among those that waited for its model when it came."""
+
+    service_class: Literal["batch", "default", "priority"]
+    predicted_wait_ms: float
+    num_waiting: int
+    cost_ms: float
+    used_ms: float
+
+
 class CrossingObject(TypedDict):
     """Where the answer goes on with the tokens of another numerics class."""
 
@@ -152,6 +162,7 @@ class ExplanationObject(RequestRow):
     segments: list[SegmentObject]
     unexplained_ms: float
     phases: list[PhaseObject]
+    admission: AdmissionObject | None
     route: RouteObject | None
     moves: list[MoveObject]
     usage: UsageParts

@@ -285,7 +285,7 @@ class TextBody(StructuredBody):
     store: Annotated[bool | None, Field(json_schema_extra={"enum": [False, None]})] = None
     """Answers are not stored, so `true` is refused."""
     service_tier: Annotated[str | None, BeforeValidator(_service_tier), Field(json_schema_extra=_TIERS)] = None
-    """One of OpenAI's classes. All have the same service here."""
+    """`flex`: served while no other class waits. `priority`: served first, if the account may. Others: as default."""
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARACTERS)] | None = None
     """Requests of an account for a model with the same key go to the same workers, as with x-session-affinity."""
     options: RunOptions | None = None

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from control_plane.generation import TokenIds, TokenRequest
-from tandem_runtime.errors import Aborted, Overloaded
+from tandem_runtime.errors import Aborted, Overloaded, TandemError
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -27,6 +27,29 @@ MAX_DEATHS = 10
 """Workers that died with a choice in all, with or without new tokens in between."""
 _QUARANTINE_SECONDS = 600.0
 _MAX_QUARANTINED_PROMPTS = 1000
+
+
+_LOOK_AGAIN_SECONDS = 0.05
+"""After a worker has refused: what has ended there meanwhile may have made room."""
+
+
+class NoRoom(Overloaded):
+    """No worker is expected to have room: the request was sent to none."""
+
+
+class NoPermit(Overloaded):
+    """The retry budget is spent; a permit comes after `retry_after_seconds`."""
+
+
+def look_again_seconds(refusal: TandemError) -> float | None:
+    """Return when a request that was refused may look for room again although nothing has changed; None: not before.
+
+    A permit of the budget comes with time. After a worker's refusal it looks once more, and is sent only if one of this
+    gateway's calls there has ended since.
+    """
+    if isinstance(refusal, NoPermit):
+        return refusal.retry_after_seconds
+    return _LOOK_AGAIN_SECONDS if isinstance(refusal, Overloaded) and not isinstance(refusal, NoRoom) else None
 
 
 class RetryBudget:
@@ -52,7 +75,7 @@ class RetryBudget:
         if is_first:
             return
         if self._num_left < 1:
-            raise Overloaded(
+            raise NoPermit(
                 "too many requests have lost their workers and are being sent again; try again later",
                 retry_after_seconds=_BURST_SECONDS / self._burst,
             )

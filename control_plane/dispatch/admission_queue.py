@@ -1,93 +1,219 @@
-"""Keeps the requests that wait for a worker: in a room per model, so that a full or lost model delays no other.
+"""Lets requests wait for a worker: in a room per model, so that a full or lost model delays no other.
 
-A room is first come, first served. It is bounded, and so is what one account may have in it. A room is made for the
-first request that waits for its model, and dropped with the last.
+`ModelAdmission` decides who is next and who may wait. Nothing is tried on a timer: the next request looks for room when
+another has ended, when a worker reports room, comes or is attached. Once it was sent, the one behind it looks, in the
+next turn of the event loop: as many are let in at once as there is room for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
-from collections import Counter, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
-from control_plane.generation import TokenRequest
+from control_plane.admission.budgets import BudgetTable
+from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter
+from control_plane.admission.service_classes import ServiceClass
+from control_plane.dispatch.admission_counts import AdmissionCounts
+from control_plane.explain.history import Standing
+from control_plane.generation import EncodingRequest, TokenRequest
 from tandem_runtime.errors import Overloaded, TandemError
 
-_TICK_SECONDS = 0.25
-"""How often each room's first request is retried though none of ours has ended: another gateway's may have."""
-
-
-@dataclass(eq=False)
-class _Room:
-    """The requests that wait for one model, in order."""
-
-    turns: deque[asyncio.Future[None]] = field(default_factory=deque)
-    num_by_account: Counter[str] = field(default_factory=Counter)
-
-    def release_next(self) -> None:
-        if self.turns and not self.turns[0].done():
-            self.turns[0].set_result(None)
-
-
-_NOBODY = _Room()
+_OFFER_SECONDS = 0.5
+"""The next request looks for room at a worker's report that shows none only if it last looked so long ago."""
+_MAX_MODELS = 1024
+"""Models whose counters are kept; beyond that, those of models that nobody waits for are dropped."""
+LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
+_JITTER = 0.5
+"""Retry-After is the predicted wait, up to so much of it less or more: clients do not come back together."""
 
 
 class AdmissionQueue:
-    """A room per model. Releases a room's first request whenever another request of the model ends."""
+    """A room per model; on one event loop."""
 
-    def __init__(self, max_waiting: int, queue_seconds: float, max_per_account: int = 0) -> None:
-        """`max_waiting` and `max_per_account` are requests in one room; 0: half of a room, but at least one request."""
-        self._max_waiting = max_waiting
+    def __init__(
+        self,
+        max_waiting: int,
+        queue_seconds: float,
+        max_per_account: int = 0,
+        *,
+        budgets: BudgetTable | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_waiting` and `max_per_account` are requests in one room; 0: half of a room, but at least one request.
+
+        `budgets`: how long requests of each model may be predicted to wait. `rng` draws the jitter of Retry-After.
+        """
+        self._budgets = budgets or BudgetTable({})
+        self._bounds = Bounds(max_waiting, max_per_account or max(1, max_waiting // 2))
         self._queue_seconds = queue_seconds
-        self._max_per_account = max_per_account or max(1, max_waiting // 2)
         self._has_accounts: Callable[[], bool] = lambda: True
-        self._rooms: dict[str, _Room] = {}
+        self._rooms: OrderedDict[str, ModelAdmission] = OrderedDict()
+        self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._closed: TandemError | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.counts = AdmissionCounts()
+        self._rng = rng or random.Random()
+        self._clock = clock
 
     def __len__(self) -> int:
         """Return how many requests wait in all rooms."""
-        return sum(len(room.turns) for room in self._rooms.values())
+        return sum(map(len, self._rooms.values()))
 
     def num_waiting(self, model_id: str) -> int:
         room = self._rooms.get(model_id)
-        return len(room.turns) if room else 0
+        return len(room) if room is not None else 0
 
     def num_by_model(self) -> Mapping[str, int]:
         """Return how many requests wait for each model for which any does."""
-        return {model_id: len(room.turns) for model_id, room in self._rooms.items()}
+        return {model_id: len(room) for model_id, room in self._rooms.items() if len(room)}
 
-    def deadline(self, request: TokenRequest) -> float:
+    def deadline(self, request: TokenRequest | EncodingRequest) -> float:
         """Return until when (`time.monotonic`) a request that begins to wait now may wait."""
         return min(request.deadline, time.monotonic() + self._queue_seconds)
 
-    async def wait(self, model_id: str, account: str, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
-        """Return when it is this request's turn; `in_front` for a request whose attempt has just failed.
+    def must_wait(self, waiter: Waiter) -> bool:
+        """Whether others go first; else the request may look for room at once."""
+        room = self.room(waiter.model_id)
+        if room.must_wait(waiter):
+            return True
+        if waiter.order is None:
+            room.pass_by(waiter)
+        return False
 
-        Raises `refusal` after `seconds`, Overloaded at once if the room is full, and the error of `close`.
+    async def wait(
+        self, waiter: Waiter, refusal: TandemError, seconds: float, *, retry_in: float | None = None
+    ) -> None:
+        """Return when it is this request's turn to look for room. A request that has waited has its place again.
+
+        `retry_in`: it may look again so many seconds later, whatever happens. Raises `refusal` after `seconds`,
+        Overloaded at once if too many wait, and the error of `close`.
         """
         if self._closed is not None:
             raise self._closed
-        if not in_front:
-            self._raise_if_full(model_id, account, refusal.retry_after_seconds or 1.0)
-        room = self._rooms.setdefault(model_id, _Room())
-        turn = asyncio.get_running_loop().create_future()
-        (room.turns.appendleft if in_front else room.turns.append)(turn)
-        room.num_by_account[account] += 1
-        self._schedule_tick()
+        room = self.room(waiter.model_id)
+        self._raise_if_late(waiter, seconds)
         try:
-            await asyncio.wait_for(turn, max(0.0, seconds))
+            room.enter(waiter, self._clock(), has_accounts=self._has_accounts())
+        except Full as full:
+            raise self._full(waiter, full) from None
+        seconds = min(seconds, self._seconds_left(waiter, refusal))
+        self.counts.entered(waiter.model_id, waiter.service_class, self._predicted_seconds(waiter))
+        turn = asyncio.get_running_loop().create_future()
+        self._turns[waiter] = turn
+        timer = None if retry_in is None else asyncio.get_running_loop().call_later(retry_in, self._give_turn, waiter)
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await turn
         except TimeoutError:
+            if turn.done() and not turn.cancelled():  # its turn came in the same moment
+                return
+            if isinstance(refusal, Overloaded):
+                self.counts.refused(waiter.model_id, "waited")
+                refusal.retry_after_seconds = self.retry_after_seconds(waiter, refusal)
             raise refusal from None
+        except BaseException:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.release_next(waiter.model_id)  # it had its turn, and leaves
+            raise
         finally:
-            self._leave(model_id, room, account, turn)
+            if timer is not None:
+                timer.cancel()
+            self.counts.left(waiter.model_id, waiter.service_class)
+            if self._turns.pop(waiter, None) is not None:
+                room.leave(waiter, self._clock())
+
+    def refuse_early(self, waiter: Waiter, seconds: float) -> None:
+        """Raise Overloaded for a request that would not be let in within `seconds`, or within its model's budget.
+
+        For requests that are not prepared yet: `waiter` has a guess of their cost. Nothing is kept of them.
+        """
+        room = self._rooms.get(waiter.model_id)
+        if room is None or not room.must_wait(waiter):
+            return
+        self._raise_if_late(waiter, seconds)
+        try:
+            room.check_bounds(waiter, has_accounts=self._has_accounts())
+        except Full as full:
+            raise self._full(waiter, full) from None
+
+    def _raise_if_late(self, waiter: Waiter, seconds: float) -> None:
+        """Raise Overloaded if a request that comes now is predicted to wait too long. Batches may wait."""
+        if waiter.order is not None or waiter.is_moving or waiter.service_class == ServiceClass.BATCH:
+            return
+        predicted = self._predicted_seconds(waiter)
+        budget = self._budgets.of(waiter.model_id).wait_seconds
+        longest = seconds if budget is None else min(seconds, budget)
+        if predicted is not None and predicted > longest > 0:
+            self.counts.refused(waiter.model_id, "late")
+            raise Overloaded(
+                f"{self.num_waiting(waiter.model_id)} requests wait for {waiter.model_id}, and this one would wait for "
+                f"about {predicted:.0f} s, more than {longest:g} s; try again later, or add workers of the model",
+                retry_after_seconds=self.retry_after_seconds(waiter),
+            )
+
+    def _seconds_left(self, waiter: Waiter, refusal: TandemError) -> float:
+        """Return how long a request may still wait for room by its model's budget: later it would come too late."""
+        budget = self._budgets.of(waiter.model_id).wait_seconds
+        is_bound = not waiter.is_moving and waiter.service_class != ServiceClass.BATCH
+        if budget is None or not is_bound or not isinstance(refusal, Overloaded):
+            return math.inf
+        return waiter.came_at + budget - self._clock()
+
+    def standing(self, waiter: Waiter) -> Standing:
+        """Return how a request stands that comes now, for its explanation."""
+        room = self.room(waiter.model_id)
+        wait_seconds = (self._predicted_seconds(waiter) or 0.0) if room.must_wait(waiter) else 0.0
+        name = ServiceClass(waiter.service_class).name.lower()
+        used_ms = room.counters.of(waiter.account)
+        return Standing(name, 1000.0 * wait_seconds, len(room), waiter.cost_ms, used_ms)
+
+    def _predicted_seconds(self, waiter: Waiter) -> float | None:
+        return self.room(waiter.model_id).predicted_wait_seconds(waiter, self._clock())
+
+    def let_in(self, waiter: Waiter, device_ms: float = 0.0) -> None:
+        """A request was sent to workers, whose devices its prompt takes for `device_ms`: the next one may look."""
+        self.room(waiter.model_id).let_in(waiter, device_ms, self._clock())
+        self.release_next(waiter.model_id)
+
+    def gone(self, waiter: Waiter) -> None:
+        """A request looks for room no more, whatever it has found: call this once it has started or failed."""
+        self.room(waiter.model_id).gone(waiter)
+
+    def take_back(self, waiter: Waiter, device_ms: float) -> None:
+        """The workers have not taken a request that was let in."""
+        self.room(waiter.model_id).take_back(waiter, device_ms)
 
     def release_next(self, model_id: str) -> None:
-        """Let the model's first request try. Call when a request has ended, or was started and more may fit."""
-        if (room := self._rooms.get(model_id)) is not None:
-            room.release_next()
+        """Let the model's next request look for room. Call when there may be more than before."""
+        room = self._rooms.get(model_id)
+        waiter = room.first() if room is not None else None
+        if waiter is not None:
+            self._give_turn(waiter)
+
+    def reported(self, model_id: str, has_room: Callable[[Waiter], bool]) -> None:
+        """A worker of the model has reported its load: let the next request look if the report shows room for it.
+
+        Without room it looks now and then: a worker keeps blocks for a request only if it is offered.
+        """
+        room = self._rooms.get(model_id)
+        waiter = room.first() if room is not None else None
+        if waiter is not None and (self._clock() - waiter.tried_at >= _OFFER_SECONDS or has_room(waiter)):
+            self._give_turn(waiter)
+
+    def retry_after_seconds(self, waiter: Waiter, refusal: TandemError | None = None) -> float:
+        """Return when a refused request should come again: after the predicted wait, up to half of it less or more.
+
+        If nothing is known, it is what the worker has said in `refusal`.
+        """
+        predicted = self._predicted_seconds(waiter)
+        if predicted is None:
+            predicted = (refusal.retry_after_seconds if refusal is not None else None) or LEAST_RETRY_SECONDS
+        predicted = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, predicted))
+        return predicted * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
 
     def bound_accounts_while(self, has_accounts: Callable[[], bool]) -> None:
         """Bound what one account has in a room only while this is true: else any caller takes any account's name."""
@@ -96,42 +222,58 @@ class AdmissionQueue:
     def close(self, error: TandemError) -> None:
         """Refuse the requests that wait, and all later ones."""
         self._closed = error
-        for room in self._rooms.values():
-            for turn in room.turns:
-                if not turn.done():
-                    turn.set_exception(error)
+        for turn in self._turns.values():
+            if not turn.done():
+                turn.set_exception(error)
 
-    def _raise_if_full(self, model_id: str, account: str, retry_after_seconds: float) -> None:
-        room = self._rooms.get(model_id, _NOBODY)
-        num_waiting, num_own = len(room.turns), room.num_by_account[account]
-        if num_waiting >= self._max_waiting:
-            raise Overloaded(
-                f"{num_waiting} requests wait for {model_id} already, the limit is {self._max_waiting}; try again "
-                "later, add workers of the model or raise --max-waiting",
-                retry_after_seconds=retry_after_seconds,
+    def _give_turn(self, waiter: Waiter) -> None:
+        """Take a waiter out of its room, and wake it."""
+        turn = self._turns.get(waiter)
+        if turn is None or turn.done():
+            return
+        del self._turns[waiter]
+        self.room(waiter.model_id).look(waiter, self._clock())
+        turn.set_result(None)
+
+    def room(self, model_id: str) -> ModelAdmission:
+        """Return what is known of a model's requests."""
+        room = self._rooms.get(model_id)
+        if room is None:
+            room = self._rooms[model_id] = ModelAdmission(self._bounds)
+            if len(self._rooms) > _MAX_MODELS:
+                idle = next((name for name, each in self._rooms.items() if not len(each) and name != model_id), None)
+                if idle is not None:
+                    del self._rooms[idle]
+        return room
+
+    def _full(self, waiter: Waiter, full: Full) -> Overloaded:
+        model_id = waiter.model_id
+        self.counts.refused(model_id, full.setting)
+        if full.setting == "max_waiting":
+            message = (
+                f"{full.num_waiting} requests wait for {model_id} already, the limit is {full.limit}; try again "
+                "later, add workers of the model or raise --max-waiting"
             )
-        if num_own >= self._max_per_account and self._has_accounts():
-            raise Overloaded(
-                f"{num_own} requests of your account wait for {model_id} already, the limit for one account is "
-                f"{self._max_per_account}; try again later, or have the operator raise --max-waiting-per-account",
-                retry_after_seconds=retry_after_seconds,
+        elif full.setting == "max_waiting_per_account":
+            message = (
+                f"{full.num_waiting} requests of your account wait for {model_id} already, the limit for one account "
+                f"is {full.limit}; try again later, or have the operator raise --max-waiting-per-account"
             )
+        else:
+            message = (
+                f"{full.num_waiting} requests of the batch class wait for {model_id} already, the limit is "
+                f"{full.limit}, half of --max-waiting; try again later"
+            )
+        return Overloaded(message, retry_after_seconds=self.retry_after_seconds(waiter))
 
-    def _leave(self, model_id: str, room: _Room, account: str, turn: asyncio.Future[None]) -> None:
-        room.turns.remove(turn)
-        room.num_by_account[account] -= 1
-        if not room.num_by_account[account]:
-            del room.num_by_account[account]
-        if not room.turns:
-            del self._rooms[model_id]
 
-    def _schedule_tick(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        for room in self._rooms.values():
-            room.release_next()
-        if self._rooms:
-            self._schedule_tick()
+def waiter_of(request: TokenRequest, cost_ms: float, *, is_moving: bool = False) -> Waiter:
+    """Return a request's place among those that wait, before it has one."""
+    return Waiter(
+        request.model_id,
+        request.account,
+        max(ServiceClass.BATCH, min(ServiceClass.PRIORITY, request.priority)),
+        len(request.token_ids),
+        cost_ms,
+        is_moving,
+    )

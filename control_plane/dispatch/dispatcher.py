@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from control_plane.admission.budgets import BudgetTable
+from control_plane.admission.model_admission import Waiter
 from control_plane.dispatch.admission import Quarantine, RetryBudget
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.block_hashes import PromptHasher
@@ -13,6 +15,7 @@ from control_plane.dispatch.recovery import Recovery
 from control_plane.dispatch.request_starter import RequestStarter
 from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS, RequestState
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.room_keeper import RoomKeeper
 from control_plane.dispatch.route_feedback import ReadinessProofs, RouteFeedback
 from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.submitter import Submitter
@@ -57,11 +60,13 @@ class Dispatcher:
         proofs: ReadinessProofs | None = None,
         macs_until: float = 0.0,
         grain: int = DEFAULT_GRAIN,
+        budgets: BudgetTable | None = None,
     ) -> None:
         """`proofs`: where requests that have gone the whole way are recorded. `macs_until`: see `handle_signer`.
 
-        `grain`: tokens per hash of a prompt.
+        `grain`: tokens per hash of a prompt. `budgets` bound the predicted wait and the time per token of each model.
         """
+        budgets = budgets or BudgetTable({})
         self._cards = cards
         self._hasher = PromptHasher(secret, accounts or AccountPolicies(), grain)
         self._max_unread_tokens = max_unread_tokens
@@ -72,7 +77,8 @@ class Dispatcher:
         self._queue_error: TandemError | None = None
         self._tasks = TaskSet()
         self.router = router
-        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
+        self._queue_seconds = queue_seconds
+        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account, budgets=budgets)
         self.quarantine = Quarantine()
         self.budget = budget or RetryBudget()
         self._feedback = RouteFeedback(registry, router)
@@ -80,13 +86,32 @@ class Dispatcher:
         router.health.ask_links(links.is_attached)
         links.listen(router.health.stream_broke)
         self._stalls = StallWatch(router.health)
-        submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls)
+        self._rooms = RoomKeeper(registry, links, router, self.queue, budgets)
+        submitter = Submitter(
+            registry, links, router, self._feedback, accept_seconds, signer, self._stalls, self._rooms
+        )
         trials = Trials(router, submitter, kv_clients, self._tasks)
         self._starter = RequestStarter(
-            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks, trials.started
+            router,
+            submitter,
+            self._feedback,
+            self.queue,
+            self._rooms,
+            self.budget,
+            kv_clients,
+            self._tasks,
+            trials.started,
         )
         self._recovery = Recovery(
-            router, self._starter, submitter, self.queue, self.budget, self.quarantine, kv_clients, self._tasks
+            router,
+            self._starter,
+            submitter,
+            self.queue,
+            self._rooms,
+            self.budget,
+            self.quarantine,
+            kv_clients,
+            self._tasks,
         )
 
     async def submit(self, request: TokenRequest) -> RequestStream:
@@ -119,6 +144,26 @@ class Dispatcher:
                 self._check_stopped()
             raise
         return RequestStream(state)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait for room, of whichever model."""
+        return bool(len(self.queue))
+
+    def refuse_early(self, model_id: str, account: str, service_class: int, session: str, num_bytes: int) -> None:
+        """Raise Overloaded for a body of so many bytes whose request would not be let in in time."""
+        if not self.queue.num_waiting(model_id):
+            return
+        room = self.queue.room(model_id)
+        num_tokens = num_bytes / room.prices.bytes_per_token
+        num_missing = num_tokens * (1 - room.cached.of(account, session))
+        cost_ms = room.prices.request_ms(num_missing, room.prices.answer_tokens)
+        waiter = Waiter(model_id, account, service_class, int(num_tokens), cost_ms)
+        self.queue.refuse_early(waiter, self._queue_seconds)
+
+    def body_prepared(self, model_id: str, num_bytes: int, num_tokens: int) -> None:
+        """Learn how many bytes of a model's bodies make a token."""
+        self.queue.room(model_id).prices.prepared(num_bytes, num_tokens)
 
     @property
     def background(self) -> frozenset[asyncio.Task[Any]]:
@@ -165,7 +210,18 @@ class Dispatcher:
         self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
+        self._learn(state)
         self.queue.release_next(state.request.model_id)
+
+    def _learn(self, state: RequestState) -> None:
+        """Remember how long answers are, and how much of their prompts was cached."""
+        room, request = self.queue.room(state.request.model_id), state.request
+        lengths = [len(choice.tokens) for choice in state.choices if choice.tokens]
+        for num_tokens in lengths:
+            room.prices.answered(num_tokens)
+        if lengths and not request.is_probe and (usage := state.usage).num_cached_tokens + usage.num_computed_tokens:
+            num_cached = usage.num_cached_tokens
+            room.cached.finished(request.account, request.session_affinity, num_cached, usage.num_prompt_tokens)
 
 
 def _check_adapter(request: TokenRequest, card: pb.ModelCard) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.admission.model_admission import Waiter
 from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.fleet.encoder_clients import EncoderClients
@@ -44,6 +45,8 @@ MAX_PART_INPUTS = 64
 _MAX_PARTS_AT_ONCE = 4
 """Of one request."""
 _RETRY_SECONDS = 1.0
+_MAX_TOKENS_AT_ONCE = 4 * MAX_PART_TOKENS
+"""Parts that have waited follow each other at once while a worker has at most so many tokens of this gateway."""
 
 
 @dataclass(eq=False)
@@ -60,6 +63,8 @@ class _Part:
     """Incarnations that have lost the part."""
     refusal: TandemError | None = None
     waits_until: float | None = None
+    waiter: Waiter | None = None
+    """Its place among those that wait, once it has waited."""
 
     @property
     def seconds_left(self) -> float:
@@ -97,6 +102,8 @@ class EncodingDispatch:
         self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
         self.num_requests = 0
         """Requests that wait or run."""
+        registry.listen(self._changed)
+        registry.listen_to_loads(self._reported)
         self._running: set[asyncio.Task[None]] = set()
         self._stopped: Callable[[], TandemError] | None = None
         self._tokens: Counter[str] = Counter()
@@ -155,11 +162,12 @@ class EncodingDispatch:
                 await self._wait(part)
                 continue
             try:
-                return await self._send(worker, part)
+                values = await self._send(worker, part)
             except TandemError as error:
                 self._failed(worker, part, error)
-            finally:
+            else:
                 self.queue.release_next(part.request.model.model_id)
+                return values
 
     def _pick(self, part: _Part) -> Worker | None:
         """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
@@ -183,12 +191,22 @@ class EncodingDispatch:
         )
         if part.request.reject_if_busy:
             raise refusal
-        now, has_waited = time.monotonic(), part.waits_until is not None
+        now = time.monotonic()
         if part.waits_until is None:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
-        model_id, account = part.request.model.model_id, part.request.account
-        await self.queue.wait(model_id, account, refusal, part.waits_until - now, in_front=has_waited)
+        if part.waiter is None:
+            part.waiter = Waiter(part.request.model.model_id, part.request.account, num_tokens=part.num_tokens)
+        await self.queue.wait(part.waiter, refusal, part.waits_until - now)
         part.has_waited()
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        if is_here and worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable:
+            self.queue.release_next(worker.info.card.model_id)
+
+    def _reported(self, worker: Worker) -> None:
+        """A worker that reports a free place may take what waits."""
+        if worker.role == pb.WORKER_ROLE_ENCODE:
+            self.queue.reported(worker.info.card.model_id, lambda waiter: not worker.load.num_waiting)
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:
         seconds = part.seconds_left
@@ -196,6 +214,10 @@ class EncodingDispatch:
             raise DeadlineExceeded("the request's deadline passed before all of its texts were encoded; send fewer")
         part.num_attempts += 1
         self._tokens[worker.incarnation] += part.num_tokens
+        if part.waiter is not None:
+            self.queue.gone(part.waiter)
+            if self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
+                self.queue.let_in(part.waiter)
         try:
             sent_at = time.perf_counter()
             reply = await self._clients.stub(worker).Encode(_message(worker, part, seconds), timeout=seconds)

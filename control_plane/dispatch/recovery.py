@@ -30,14 +30,17 @@ from typing import Any
 from control_plane.dispatch.admission import (
     MAX_DEATHS,
     MAX_DEATHS_IN_A_ROW,
+    NoRoom,
     Quarantine,
     RetryBudget,
+    look_again_seconds,
 )
-from control_plane.dispatch.admission_queue import AdmissionQueue
+from control_plane.dispatch.admission_queue import AdmissionQueue, waiter_of
 from control_plane.dispatch.class_seams import is_exact_move
 from control_plane.dispatch.doubts import ASK_NEXT, FINAL, is_doubted, is_final
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
 from control_plane.dispatch.request_state import MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.room_keeper import RoomKeeper
 from control_plane.dispatch.stall_watch import Stalled
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -71,6 +74,7 @@ class Recovery:
         starter: RequestStarter,
         submitter: Submitter,
         queue: AdmissionQueue,
+        rooms: RoomKeeper,
         budget: RetryBudget,
         quarantine: Quarantine,
         kv_clients: KvClients,
@@ -80,6 +84,7 @@ class Recovery:
         self._starter = starter
         self._submitter = submitter
         self._queue = queue
+        self._rooms = rooms
         self._budget = budget
         self._quarantine = quarantine
         self._kv_clients = kv_clients
@@ -206,6 +211,7 @@ class Recovery:
         deadline = self._queue.deadline(state.request)
         avoid = lost | choice.lost_with  # at first; if no other worker takes the choice, any worker but the last
         has_permit = False
+        waiter = waiter_of(state.request, 0.0, is_moving=True)
         while not choice.is_over:
             state.avoid_only(avoid)
             avoid = lost
@@ -216,10 +222,10 @@ class Recovery:
                 await self._move(state, choice, error)
             except _REFUSALS as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
-                model_id, account = state.request.model_id, state.request.account
-                await self._queue.wait(model_id, account, full, deadline - time.monotonic(), in_front=True)
+                retry_in = look_again_seconds(refusal)
+                await self._queue.wait(waiter, full, deadline - time.monotonic(), retry_in=retry_in)
             else:
-                self._queue.release_next(state.request.model_id)
+                self._queue.let_in(waiter)
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
@@ -248,6 +254,8 @@ class Recovery:
                 if choice.is_over:
                     return
                 try:
+                    if not self._rooms.may_take(worker, asked.num_prompt_tokens):
+                        raise NoRoom(f"worker {worker.worker_id} is full", retry_after_seconds=1.0)
                     call = self._submitter.submit_choice(state, choice, worker, route)
                     await self._submitter.wait_accepted(state, call)
                 except TandemError as refusal:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from control_plane.dispatch.admission import RetryBudget
-from control_plane.dispatch.admission_queue import AdmissionQueue
+from control_plane.admission.model_admission import Waiter
+from control_plane.dispatch.admission import NoRoom, RetryBudget, look_again_seconds
+from control_plane.dispatch.admission_queue import AdmissionQueue, waiter_of
 from control_plane.dispatch.doubts import ASK_NEXT, is_final
 from control_plane.dispatch.request_state import ChoiceState, RequestState
+from control_plane.dispatch.room_keeper import MAX_CANDIDATES, RoomKeeper
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -29,6 +31,9 @@ log = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
+_MAX_ROUTES = 3
+"""Routes that are looked at for room, each with other workers, before a request waits."""
+
 
 class RequestStarter:
     """Starts new requests, and starts requests again whose prefill worker was lost."""
@@ -39,6 +44,7 @@ class RequestStarter:
         submitter: Submitter,
         feedback: RouteFeedback,
         queue: AdmissionQueue,
+        rooms: RoomKeeper,
         budget: RetryBudget,
         kv_clients: KvClients,
         tasks: TaskSet,
@@ -49,26 +55,31 @@ class RequestStarter:
         self._submitter = submitter
         self._feedback = feedback
         self._queue = queue
+        self._rooms = rooms
         self._budget = budget
         self._kv_clients = kv_clients
         self._tasks = tasks
         self._on_started = on_started
 
     async def start(self, state: RequestState) -> None:
-        """Start a new request as soon as there is room, after those that wait for its model. Raises TandemError."""
+        """Start a new request as soon as there is room, after those that go before it. Raises TandemError."""
         deadline = self._queue.deadline(state.request)
-        model_id = state.request.model_id
-        if self._queue.num_waiting(model_id) and not state.request.reject_if_busy:
-            why = f"requests before this one wait for room at the workers of {model_id}; try again later"
-            busy = Overloaded(why, retry_after_seconds=1.0)
-            await self._wait(state, busy, deadline - time.monotonic(), in_front=False)
-        await self._start_when_there_is_room(state, deadline, is_first=True)
+        waiter = self._waiter(state)
+        state.history.came(self._queue.standing(waiter))
+        try:
+            if self._queue.must_wait(waiter) and not state.request.reject_if_busy:
+                why = f"requests before this one wait for room at the workers of {waiter.model_id}; try again later"
+                await self._wait(state, waiter, Overloaded(why), deadline - time.monotonic())
+            await self._start_when_there_is_room(state, waiter, deadline)
+        finally:
+            self._queue.gone(waiter)
 
     async def restart(self, state: RequestState, lost: str) -> None:
         """Start a request again, before the requests that wait; avoid the lost incarnation at first."""
         self.abandon(state)
         state.restart(lost)
-        await self._start_when_there_is_room(state, self._queue.deadline(state.request), is_first=False)
+        waiter = self._waiter(state, is_moving=True)
+        await self._start_when_there_is_room(state, waiter, self._queue.deadline(state.request))
 
     def abandon(self, state: RequestState) -> None:
         """Cancel all calls of an attempt, and end its handle unless every reader has released it."""
@@ -76,39 +87,45 @@ class RequestStarter:
         if (state.attempt > 0 or was_open) and state.handle is not None:
             self._tasks.spawn(self._kv_clients.release_all(state.handle, state.seconds_left))
 
-    async def _start_when_there_is_room(self, state: RequestState, deadline: float, *, is_first: bool) -> None:
+    def _waiter(self, state: RequestState, *, is_moving: bool = False) -> Waiter:
+        request = state.request
+        room = self._queue.room(request.model_id)
+        share = room.cached.of(request.account, request.session_affinity)
+        num_tokens, max_tokens = (1 - share) * len(request.token_ids), request.sampling.max_tokens
+        cost_ms = room.prices.request_ms(num_tokens, max_tokens, len(state.choices))
+        return waiter_of(request, cost_ms, is_moving=is_moving)
+
+    async def _start_when_there_is_room(self, state: RequestState, waiter: Waiter, deadline: float) -> None:
         worker_back_by = min(deadline, time.monotonic() + RESTART_SECONDS)
         while True:
             try:
-                await self._try_routes(state)
+                await self._try_routes(state, waiter)
             except (Overloaded, Unavailable) as refusal:
                 if state.request.reject_if_busy:
                     raise
                 until = deadline if isinstance(refusal, Overloaded) else worker_back_by
-                await self._wait(state, refusal, until - time.monotonic(), in_front=not is_first)
-                is_first = False
+                await self._wait(state, waiter, refusal, until - time.monotonic())
                 state.begin_round()
             else:
                 state.started()
                 self._feedback.started(state)
                 self._on_started(state)
-                self._queue.release_next(state.request.model_id)
                 return
 
-    async def _wait(self, state: RequestState, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
+    async def _wait(self, state: RequestState, waiter: Waiter, refusal: TandemError, seconds: float) -> None:
         """Wait in the model's room for the request's turn; its explanation has the time."""
         state.history.waits()
         try:
-            await self._queue.wait(state.request.model_id, state.request.account, refusal, seconds, in_front=in_front)
+            await self._queue.wait(waiter, refusal, seconds, retry_in=look_again_seconds(refusal))
         finally:
             state.history.waited()
 
-    async def _try_routes(self, state: RequestState) -> None:
+    async def _try_routes(self, state: RequestState, waiter: Waiter) -> None:
         """Try routes until both halves are accepted; raises the error of the last attempt."""
-        while not await self._attempt(state):
+        while not await self._attempt(state, waiter):
             state.next_attempt()
 
-    async def _attempt(self, state: RequestState) -> bool:
+    async def _attempt(self, state: RequestState, waiter: Waiter) -> bool:
         """Route and submit both halves; return False if another route should be tried."""
         state.take_permit(self._budget)
         with span("route") as current:
@@ -119,7 +136,7 @@ class RequestStarter:
         state.route_chosen(description, self._submitter.new_handle(state, route), route.prefill)
         state.history.routed(state.attempt, route)
         try:
-            await self._submit_both_halves(state, route)
+            await self._submit_both_halves(state, route, waiter)
         except TandemError as error:
             self.abandon(state)
             self._raise_if_final(state, error)
@@ -127,28 +144,57 @@ class RequestStarter:
         return True
 
     def _choose_route(self, state: RequestState) -> Route:
-        """Return the next route to try. Once all workers have refused, raise the refusal of the first full one."""
-        try:
-            route = self._router.choose(routing_request(state), state.avoid)
-        except Overloaded:
-            raise _refusal_of_all(state) from None
-        except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
-            raise Unavailable(error.message, retry_after_seconds=2.0) from error
-        if state.request.reject_if_busy and self._router.is_busy(route.decodes):
-            raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
-        return route
+        """Return the next route to try, with the workers that are expected to take the request.
 
-    async def _submit_both_halves(self, state: RequestState, route: Route) -> None:
+        Once all workers have refused, raise the refusal of the first full one; NoRoom if none is expected to take it.
+        """
+        request = routing_request(state)
+        avoid = state.avoid
+        for number in range(_MAX_ROUTES):
+            try:
+                route = self._router.choose(request, avoid)
+            except Overloaded:
+                if number:
+                    break
+                raise _refusal_of_all(state) from None
+            except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
+                raise Unavailable(error.message, retry_after_seconds=2.0) from error
+            if state.request.reject_if_busy:
+                return self._unless_busy(route)
+            narrowed = self._rooms.narrowed(route, request, may_offer=not number)
+            if narrowed is not None:
+                return narrowed
+            avoid = {*avoid, *(worker.incarnation for worker in route.decodes)}
+        raise state.refusal or NoRoom(
+            f"every worker of {request.model_id} that can take the request is full; try again later or add workers"
+        )
+
+    def _unless_busy(self, route: Route) -> Route:
+        if self._router.is_busy(route.decodes):
+            raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
+        return replace(route, decodes=route.decodes[:MAX_CANDIDATES])
+
+    async def _submit_both_halves(self, state: RequestState, route: Route, waiter: Waiter) -> None:
         """Submit both halves at once and wait until both are accepted; raises TandemError.
 
-        Everything is sent before the first await, so that the next request's route counts this request.
+        Everything is sent before the first await, so that the next request's route counts this request. That one looks
+        for room in the next turn of the loop, and does not wait for these workers' answer.
         """
         choices = [choice for choice in state.choices if not choice.is_over]  # over: prefill sent its only token
         waits = [self._wait_reserved(state, choices, self._submit_choices(state, choices, route, 0), route)]
         if route.prefill is not None and state.handle is not None:
             prefill = self._submitter.submit_prefill(state, route.prefill, route)
             waits.append(self._submitter.wait_accepted(state, prefill))
-        await _all(waits)
+        estimate = route.estimate(route.prefill or route.decodes[0])
+        num_tokens, device_ms = (estimate.num_computed_tokens, estimate.compute_ms) if estimate is not None else (0, 0)
+        self._queue.let_in(waiter, device_ms)
+        try:
+            await _all(waits)
+        except TandemError:
+            self._queue.take_back(waiter, device_ms)
+            raise
+        ms_per_token = 1000.0 / self._router.costs.answer_tokens_per_second(route.decodes[0])
+        state.charge_to(self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms, ms_per_token))
 
     def _submit_choices(
         self, state: RequestState, choices: Sequence[ChoiceState], route: Route, rank: int

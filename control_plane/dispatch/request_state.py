@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from control_plane.admission.model_admission import AnswerMeter
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.doubts import ASK_NEXT, Doubts
@@ -123,6 +124,8 @@ class RequestState:
         self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
         self._num_avoided = 0
+        self._meter: AnswerMeter | None = None
+        """Charges the account for the answer's tokens as they come; None: the request has not started."""
         self.doubts = Doubts()
         """Final errors of workers, each believed or not."""
         self._num_stalls = 0
@@ -235,6 +238,10 @@ class RequestState:
 
     def avoid_only(self, incarnations: Collection[str]) -> None:
         self._avoid = set(incarnations)
+
+    def charge_to(self, meter: AnswerMeter) -> None:
+        """Charge the tokens that come from now on to an account."""
+        self._meter = meter
 
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""
@@ -413,6 +420,8 @@ class RequestState:
         finish_reason = _FINISH_REASONS.get(output.finish_reason)
         if fresh:
             choice.tokens.extend(fresh)
+            if self._meter is not None:
+                self._meter.answered(len(fresh))
             if choice.lost_with:
                 choice.lost_with.clear()
                 choice.deaths.clear()

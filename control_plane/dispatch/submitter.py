@@ -8,6 +8,7 @@ import time
 
 from control_plane.dispatch.class_seams import note_decode, note_prefill, note_repeated
 from control_plane.dispatch.request_state import GRACE_SECONDS, ChoiceState, RequestState
+from control_plane.dispatch.room_keeper import RoomKeeper
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.worker_call import WorkerCall
@@ -36,6 +37,7 @@ class Submitter:
         accept_seconds: float,
         signer: HandleSigner,
         stalls: StallWatch,
+        rooms: RoomKeeper,
     ) -> None:
         """`signer` signs KV handles."""
         self._registry = registry
@@ -45,6 +47,7 @@ class Submitter:
         self._health = router.health
         self._costs = router.costs
         self._stalls = stalls
+        self._rooms = rooms
         self._feedback = feedback
         self._accept_seconds = accept_seconds
 
@@ -159,7 +162,9 @@ class Submitter:
             num_decode_tokens=num_tokens + submit.sampling.max_tokens if is_decode else 0,
             num_answers=1 if is_decode else 0,
         )
-        return WorkerCall(link, submit, entry, choice_index, estimate)
+        num_cached = estimate.cached.own if estimate is not None else 0
+        room = self._rooms.sent(worker, max(1, num_tokens - num_cached))
+        return WorkerCall(link, submit, entry, choice_index, estimate, room, self._rooms.on_room(worker))
 
 
 class PrefillSink:

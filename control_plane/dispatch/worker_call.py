@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from control_plane.admission.worker_rooms import SentCall
 from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.worker_links import Report, WorkerLink
 from control_plane.generation import PhaseWork, Usage
 from control_plane.routing.cost_model import InFlightEntry, PrefillEstimate
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import Cancelled, TandemError
+from tandem_runtime.errors import Cancelled, Overloaded, TandemError
 
 
 def _new_answer() -> asyncio.Future[None]:
@@ -31,11 +32,16 @@ class WorkerCall:
     """The choice that the call generates. None: the call computes the prompt at a prefill worker."""
     estimate: PrefillEstimate | None = None
     """What the router expected of the caches, if this worker computes the prompt."""
+    room: SentCall | None = None
+    """What the call takes of the worker's room, by the gateway's estimate."""
+    on_room: Callable[[], None] = lambda: None
+    """Called when the worker may have more room than before."""
     watch: CallWatch | None = None
     """Records what the call shows of its worker's health; None: it does not count."""
     answered: asyncio.Future[None] = field(default_factory=_new_answer)
     """Done once the worker has accepted the request; an error if the worker refused."""
     is_open: bool = True
+    is_refused: bool = False
     has_output: bool = False
     sent_at: float = field(default_factory=time.perf_counter)
     """By `time.perf_counter`, as the two times below; for explanations."""
@@ -71,6 +77,12 @@ class WorkerCall:
         """Complete `answered`; return False if it was completed before."""
         if self.answered.done():
             return False
+        self.is_refused = error is not None
+        if self.room is not None:
+            if error is None:
+                self.room.accepted()
+            elif isinstance(error, Overloaded):
+                self.room.refused()
         if error is None:
             self.accepted_at = time.perf_counter()
             if self.watch is not None:
@@ -89,6 +101,7 @@ class WorkerCall:
             self.watch.output()
         if self.choice_index is not None:
             self.entry.prompt_read()
+            self.on_room()
 
     def close(self, *, cancel: bool, on_report: Report | None = None) -> None:
         """Stop listening to the worker, and cancel the request there; idempotent.
@@ -102,6 +115,8 @@ class WorkerCall:
         self.is_open = False
         self.closed_at = time.perf_counter()
         self.entry.remove()
+        if self.room is not None:
+            self.room.ended()
         if self.watch is not None:
             self.watch.closed()
         if cancel:
@@ -109,6 +124,8 @@ class WorkerCall:
             self.link.cancel(self.submit.request_id, self.submit.attempt, on_report)
         else:
             self.link.forget(self.submit.request_id, self.submit.attempt)
+        if not self.is_refused:
+            self.on_room()
 
 
 @dataclass(frozen=True, eq=False)

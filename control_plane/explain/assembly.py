@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from control_plane.explain.explanation import (
+    AdmissionExplanation,
     Attempt,
     ClassCrossing,
     Explanation,
@@ -51,6 +52,7 @@ def explanation_of(journal: Journal, gateway: str, *, with_texts: bool = False) 
         gateway=gateway,
         segments=segments_of(journal),
         phases=_phases(journal),
+        admission=_admission(journal),
         route=route,
         moves=_moves(journal),
         usage=_usage(closing.usage) if closing is not None else _NO_USAGE,
@@ -414,6 +416,15 @@ def _hand_overs(journal: Journal, crossings: Mapping[tuple[str, int], ClassCross
             transport=ledger.transport,
             seam=crossings.get((call.worker_id, 1)),  # after prefill's token
         )
+
+
+def _admission(journal: Journal) -> AdmissionExplanation | None:
+    found = journal.history.standing
+    if found is None:
+        return None
+    return AdmissionExplanation(
+        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms
+    )
 
 
 def _route(journal: Journal) -> RouteExplanation | None:

@@ -232,6 +232,31 @@ class RouteExplanation:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionExplanation:
+    """How the request stood among those that waited for its model when it came. Its wait itself is a segment."""
+
+    service_class: str
+    """batch, default or priority."""
+    predicted_wait_ms: float
+    """0: it need not wait behind others, or nothing was known."""
+    num_waiting: int
+    """For the model, at the gateway."""
+    cost_ms: float
+    """Predicted device time of prompt and answer."""
+    used_ms: float
+    """The account's virtual counter for the model: the device time that it has used."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "service_class": self.service_class,
+            "predicted_wait_ms": round(self.predicted_wait_ms, _DECIMALS),
+            "num_waiting": self.num_waiting,
+            "cost_ms": round(self.cost_ms, _DECIMALS),
+            "used_ms": round(self.used_ms, _DECIMALS),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class ClassCrossing:
     """Where the answer goes on with the tokens of another numerics class: they may differ from the class before."""
 
@@ -325,6 +350,8 @@ class Explanation:
     segments: Sequence[Segment] = ()
     """The critical path of the time to the first token."""
     phases: Sequence[PhaseSpan] = ()
+    admission: AdmissionExplanation | None = None
+    """None: the request did not come to its workers' queue."""
     route: RouteExplanation | None = None
     moves: Sequence[Move] = ()
     usage: UsageExplanation = UsageExplanation()
@@ -355,6 +382,7 @@ class Explanation:
             "segments": [each.to_json() for each in self.segments],
             "unexplained_ms": round(self.unexplained_ms, _DECIMALS),
             "phases": [each.to_json() for each in self.phases],
+            "admission": None if self.admission is None else self.admission.to_json(),
             "route": None if self.route is None else self.route.to_json(),
             "moves": [each.to_json() for each in self.moves],
             "usage": self.usage.to_json(),

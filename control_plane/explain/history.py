@@ -66,6 +66,22 @@ class Choice(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a request stood among those that waited when it came."""
+
+    service_class: str
+    """batch, default or priority."""
+    predicted_wait_ms: float
+    """0: it need not wait behind others, or nothing was known."""
+    num_waiting: int
+    """For its model, at this gateway."""
+    cost_ms: float
+    """Predicted device time of prompt and answer."""
+    used_ms: float
+    """Its account's virtual counter for the model: device time used, and skipped while it was idle."""
+
+
 @dataclass(slots=True)
 class Try:
     """One attempt to start the request."""
@@ -113,6 +129,7 @@ class History:
         "moves",
         "parts",
         "prompt_blocks",
+        "standing",
     )
 
     def __init__(self) -> None:
@@ -129,8 +146,14 @@ class History:
         """The call that brought the first token."""
         self.prompt_blocks: PromptBlocks | None = None
         """Where the prompt begins like others; None: no cache may hold it."""
+        self.standing: Standing | None = None
+        """None: it has not come so far."""
         self.accepted_at: float | None = None
         """When the workers had accepted the request; None: it waits."""
+
+    def came(self, standing: Standing) -> None:
+        """The request comes to those that wait for its model."""
+        self.standing = standing
 
     def waits(self) -> None:
         """The request begins to wait for its turn: what was before went into finding no route."""

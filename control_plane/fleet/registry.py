@@ -28,6 +28,8 @@ MAX_WORKERS = 16_384
 
 Listener = Callable[["Worker", bool], None]
 """Called with a worker and whether it is registered, after every change except a heartbeat's load."""
+LoadListener = Callable[["Worker"], None]
+"""Called with a worker after each of its heartbeats."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +97,16 @@ class WorkerRegistry:
         self._ids_by_role: dict[pb.WorkerRole.ValueType, dict[str, None]] = {}
         """Every heartbeat asks for its host's KV services: the other workers are not looked at for that."""
         self._listeners: list[Listener] = []
+        self._load_listeners: list[LoadListener] = []
         self._replaced: OrderedDict[str, None] = OrderedDict()
         self._last_sweep = clock()
         self._variants = ModelVariants()
 
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
+
+    def listen_to_loads(self, listener: LoadListener) -> None:
+        self._load_listeners.append(listener)
 
     def workers(self, role: pb.WorkerRole.ValueType | None = None) -> list[Worker]:
         if role is None:
@@ -208,6 +214,8 @@ class WorkerRegistry:
         self._workers[beat.worker_id] = fresh
         if worker.load.state != fresh.load.state or worker.is_suspected:
             self._state_changed(fresh)
+        for listener in self._load_listeners:
+            listener(self._workers[beat.worker_id])
         return True
 
     def deregister(self, worker_id: str, incarnation: str) -> None:

@@ -79,15 +79,18 @@ class WorkerLink:
         member: FleetMember | None = None,
         turns: Turns | None = None,
         on_break: Callable[[Worker, int], None] = lambda worker, num_calls: None,
+        on_attached: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
-        `on_break` is called when the stream has ended, with the number of calls that fail with it.
+        `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
+        the worker has answered on a new one.
         """
         self.worker = worker
         self.is_attached = False
         """Whether the worker has answered the hello of the stream that is open now."""
         self._on_break = on_break
+        self._on_attached = on_attached
         self._member = member
         self._turns = turns or Turns()
         self._hello = pb.AttachHello(
@@ -225,6 +228,7 @@ class WorkerLink:
             case "hello":
                 self._takes_choices, self.is_attached = event.hello.takes_choices, True
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
+                self._on_attached(self.worker)
 
     def _output(self, output: pb.TokenOutput) -> None:
         """Pass an output on; an output that its request rejects ends that request, not the stream of all others."""
@@ -281,6 +285,7 @@ class LinkPool:
         self._closing = TaskSet()
         self._turns = Turns()
         self._listeners: list[Callable[[Worker, int], None]] = []
+        self._attached_listeners: list[Callable[[Worker], None]] = []
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
@@ -293,6 +298,10 @@ class LinkPool:
     def listen(self, on_break: Callable[[Worker, int], None]) -> None:
         """Call `on_break` when a stream ends while its worker is registered; see `WorkerLink`."""
         self._listeners.append(on_break)
+
+    def listen_to_attached(self, on_attached: Callable[[Worker], None]) -> None:
+        """Call `on_attached` when a worker has answered on a new stream."""
+        self._attached_listeners.append(on_attached)
 
     def is_attached(self, incarnation: str) -> bool:
         """Return whether the stream to a worker is open, and the worker has answered on it."""
@@ -312,12 +321,22 @@ class LinkPool:
         for listener in self._listeners:
             listener(worker, num_calls)
 
+    def _attached(self, worker: Worker) -> None:
+        for listener in self._attached_listeners:
+            listener(worker)
+
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role not in _ATTACHED:
             return
         if is_here and worker.incarnation not in self._links:
             self._links[worker.incarnation] = WorkerLink(
-                worker, self._gateway_id, self._gateway_incarnation, self._member, self._turns, self._broke
+                worker,
+                self._gateway_id,
+                self._gateway_incarnation,
+                self._member,
+                self._turns,
+                self._broke,
+                self._attached,
             )
         elif is_here:
             self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded

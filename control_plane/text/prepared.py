@@ -91,6 +91,8 @@ class Asked(msgspec.Struct, frozen=True):
     timeout_seconds: float | None = None
     session: str = ""
     """The id of a session that the body names; the header's takes precedence."""
+    service_tier: str = ""
+    """The class that the body asks for, by OpenAI's name; the header's counts if it is empty."""
 
     @classmethod
     def of(cls, request: CompletionRequest | ChatRequest) -> Asked:

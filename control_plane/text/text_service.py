@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -19,6 +19,7 @@ import msgspec
 
 from control_plane.accounts.identity import Caller
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
+from control_plane.admission.service_classes import ServiceClass
 from control_plane.explain.requests import Requests
 from control_plane.explain.timeline import Timeline
 from control_plane.generation import (
@@ -36,6 +37,7 @@ from control_plane.generation import (
 )
 from control_plane.text.choice import ChoiceText, TextLogprobs
 from control_plane.text.deadline import Deadline, until
+from control_plane.text.early_refusals import Door, EarlyRefusals
 from control_plane.text.prepared import (
     AnswerForm,
     Asked,
@@ -123,12 +125,16 @@ class TextService:
         strict_fields: bool = False,
         encoders: EncodingDispatcher | None = None,
         requests: Requests | None = None,
+        priority_accounts: Collection[str] = (),
+        door: Door | None = None,
     ) -> None:
         """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes.
 
         `strict_fields`: refuse fields that change nothing. `encoders` answers embeddings, rankings and classes.
-        `requests` follows all requests, for their explanations.
+        `requests` follows all requests, for their explanations. `priority_accounts`: see `class_of`.
+        `door` refuses requests before they are tokenized.
         """
+        self._early = EarlyRefusals(door, catalog, priority_accounts)
         self.requests = requests or Requests()
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -186,11 +192,13 @@ class TextService:
         opened: _Opened | None = None
         timeline = caller.timeline or Timeline()
         caller = replace(caller, timeline=timeline)
+        await self._early.check_unparsed(job, raw, caller)
 
         async def resolve(asked: Asked) -> ModelDescription:
             nonlocal opened
             if opened is None:
                 opened = await self._open(asked, caller, time_left)
+                self._early.check_parsed(asked, opened.model, caller, len(raw))
             return opened.model
 
         try:
@@ -208,6 +216,7 @@ class TextService:
                 opened.failed(error)
             raise
         assert opened is not None, "a body is prepared for its model"
+        self._early.prepared(opened.model, len(raw), body.prompts)
         return body, opened, vocabulary
 
     async def encode(self, prepared: PreparedEncoding) -> Encoded:
@@ -288,7 +297,7 @@ class TextService:
             record.model_found(model)
         if model.is_fallback:
             caller.answer_headers[FALLBACK_HEADER] = model.model_id
-        return _Opened(asked, caller, model, time_left, records)
+        return _Opened(asked, caller, model, time_left, records, self._early.class_of(asked, caller))
 
     async def start_prepared(self, prompt: Prompt) -> TextStream:
         """Admit and submit a prepared prompt. Raise TandemError."""
@@ -392,6 +401,7 @@ class _Opened:
     model: ModelDescription
     time_left: Deadline
     records: Sequence[GenerationRecord]
+    service_class: ServiceClass
 
     def failed(self, error: BaseException) -> None:
         for record in self.records:
@@ -419,7 +429,7 @@ class _Opened:
                 self.model,
                 vocabulary,
                 each,
-                _token_request(each, request_id, caller, self.model, self.time_left.at, self.asked.session),
+                _token_request(each, request_id, caller, self),
                 self.time_left.timeout_seconds,
                 record,
             )
@@ -435,9 +445,8 @@ def _ids(request_id: str, num_prompts: int) -> list[str]:
     return [request_id, *(f"{request_id}-{index}" for index in range(1, num_prompts))]
 
 
-def _token_request(
-    prepared: PreparedPrompt, request_id: str, caller: Caller, model: ModelDescription, deadline: float, session: str
-) -> TokenRequest:
+def _token_request(prepared: PreparedPrompt, request_id: str, caller: Caller, opened: _Opened) -> TokenRequest:
+    model = opened.model
     return TokenRequest(
         request_id=request_id,
         account=caller.account,
@@ -445,12 +454,13 @@ def _token_request(
         token_ids=TokenIds.unpack(prepared.token_ids),
         sampling=prepared.sampling,
         choice_seeds=prepared.choice_seeds,
-        deadline=deadline,
+        deadline=opened.time_left.at,
         salt=prepared.cache_salt.encode(),
         cache=prepared.cache,
         num_public_tokens=prepared.num_public_tokens,
+        priority=opened.service_class,
         fairness_key=caller.account,
-        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity or session),
+        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity or opened.asked.session),
         reject_if_busy=caller.reject_if_busy,
         adapter=model.adapter,
         wire=prepared.wire,

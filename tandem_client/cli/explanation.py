@@ -81,6 +81,8 @@ def _parts(explained: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Group(Text("Time to the first token", style="bold"), _segments(explained))
     if explained["phases"]:
         yield Group(Text("The whole request", style="bold"), _phases(explained))
+    if admission := explained.get("admission"):  # a gateway of the release before sends none
+        yield _admission(admission)
     if explained["route"]:
         yield Group(*_route(explained["route"]))
     if explained["moves"]:
@@ -138,6 +140,22 @@ def _phases(explained: Mapping[str, Any]) -> Table:
             about.append(f"{', ' if each['worker'] else ''}{each['num_tokens']:,} tokens")
         table.add_row(_KINDS.get(each["name"], each["name"]), bar, _right(each["duration_ms"]), about)
     return table
+
+
+def _admission(admission: Mapping[str, Any]) -> Text:
+    """Return how the request stood when it came: its class, the queue, its predicted cost and its account's use."""
+    num_waiting, wait_ms = admission["num_waiting"], admission["predicted_wait_ms"]
+    queue = f"{num_waiting:,} waited already" if num_waiting else "nobody waited"
+    wait = f", predicted wait {milliseconds(wait_ms)}" if wait_ms else ""
+    return Text.assemble(
+        ("When it came", "bold"),
+        f"\nclass {admission['service_class']}, {queue}{wait}\n",
+        (
+            f"predicted device time {milliseconds(admission['cost_ms'])}; "
+            f"its account's counter for the model was at {milliseconds(admission['used_ms'])}",
+            "dim",
+        ),
+    )
 
 
 def _route(route: Mapping[str, Any]) -> Iterator[RenderableType]:

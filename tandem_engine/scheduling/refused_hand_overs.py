@@ -1,8 +1,9 @@
 """Remembers hand-overs that were refused for lack of blocks, so that their class has a turn too.
 
-A refused hand-over leaves nothing in the engine: its gateway offers it again, at least four times a second while it is
-the first that waits there. Each class remembers one: the first that was refused. Once it has been offered for
-`AGEING_SECONDS`, the blocks that it lacks are kept free for it: until it is accepted, or is not offered any more.
+A refused hand-over leaves nothing in the engine: its gateway offers it again after each load report of the worker, each
+second or a little later, while it is the first that waits there. Each class remembers one: the first that was refused.
+Once it has been offered for `AGEING_SECONDS`, the blocks that it lacks are kept free for it: until it is accepted, or
+is not offered any more.
 
 The choices of a request are one hand-over. A gateway offers them together, and takes all back if one is refused, so a
 turn lasts until all are accepted.
@@ -16,7 +17,7 @@ from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.waiting_queue import AGEING_NS
 
-_OFFER_NS = 1_000_000_000
+_OFFER_NS = 2_500_000_000
 """A hand-over that was not offered for so long waits no more, or elsewhere."""
 
 

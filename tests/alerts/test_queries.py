@@ -11,6 +11,9 @@ from tests.system.fleet import until
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, pytest.mark.timeout(180)]
 
 _NOT_HERE = {
+    "tandem_admission_predicted_wait_seconds",  # nobody waits for room
+    "tandem_admission_refusals_total",
+    "tandem_admission_waiting",
     "tandem_background_failures_total",  # no background loop fails
     "tandem_class_seams_total",  # all workers are of one numerics class
     "tandem_fleet_ejections_total",  # no worker is sick

@@ -17,6 +17,7 @@ from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import TokenRequest
 from control_plane.routing.router import Router
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import Overloaded, TandemError
@@ -97,6 +98,13 @@ class Harness:
         worker.register(self.registry)
         await until(lambda: self.links.is_attached(worker.incarnation))
         return worker
+
+    def report(self, worker: ScriptedWorker, **load: Any) -> None:
+        """Take in a heartbeat of the worker: what has refused may have room again."""
+        info = worker.info()
+        beat = cp.HeartbeatRequest(worker_id=info.worker_id, incarnation=info.incarnation, kv_address=info.kv_address)
+        beat.load.CopyFrom(worker.load(**load))
+        assert self.registry.heartbeat(beat)
 
     def nothing_is_left(self) -> bool:
         links = [self.links.get(worker) for worker in self.registry.workers(DECODE)]

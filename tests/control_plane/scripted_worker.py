@@ -139,6 +139,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.takes_choices = True
+        self.max_num_seqs: int | None = None
+        """What the worker says that it runs at once."""
         self.model_id = MODEL
         self.num_prompts_read = 0
         """How many prompts came, of one or several requests each."""
@@ -206,7 +208,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 **fields,
             }
         )
-        values = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
+        settings = {} if self.max_num_seqs is None else {"max_num_seqs": str(self.max_num_seqs)}
+        values = {"settings": settings, "host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
         return pb.WorkerInfo(
             worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, address=self.address, **values
         )

@@ -20,6 +20,9 @@ from tests.tandem_runtime.test_memory import stub_folder
 
 MARK = "zqsecretqz"
 NEEDS_A_FAULT = {
+    "tandem_admission_predicted_wait_seconds",  # nobody waits
+    "tandem_admission_refusals_total",
+    "tandem_admission_waiting",
     "tandem_background_failures_total",
     "tandem_class_seams_total",
     "tandem_fleet_ejections_total",

@@ -198,6 +198,18 @@ def test_a_server_that_wants_much_patience_is_left_to_the_caller(gateway: StubGa
     assert len(gateway.calls) == 1
 
 
+@pytest.mark.parametrize(("drawn", "delay"), [(0.0, 4.0), (1.0, 6.0)])
+def test_retry_after_is_obeyed_with_jitter_and_never_undercut(drawn: float, delay: float) -> None:
+    error = error_of(429, {"retry-after": "4"}, b"{}")
+    assert retry_delay_seconds(error, 1, lambda: drawn) == delay
+    assert retry_delay_seconds(error, 3, lambda: drawn) is None
+
+
+def test_without_retry_after_each_wait_is_twice_as_long() -> None:
+    error = error_of(503, {}, b"{}")
+    assert [retry_delay_seconds(error, num_tries, lambda: 0.0) for num_tries in (1, 2)] == [0.5, 1.0]
+
+
 def test_a_call_that_may_have_run_is_not_repeated(gateway: StubGateway) -> None:
     with AI(gateway.url) as ai, pytest.raises(TandemConnectionError, match="may have run") as caught:
         ai.run("cut", {"prompt": "x"})

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from control_plane.explain.explanation import (
+    AdmissionExplanation,
     Attempt,
     CachedTokens,
     Candidate,
@@ -55,6 +56,7 @@ EXPLANATION = Explanation(
         Segment("prefill", "prefill", 4.0, 35.0, "prefill-0"),
     ],
     phases=[PhaseSpan("prefill", "prefill-0", 4.0, 35.0, 56), PhaseSpan("decode", "decode-1", 39.0, 501.0, 50)],
+    admission=AdmissionExplanation("batch", 2500.0, 7, 130.0, 5200.0),
     route=RouteExplanation(
         mode="handed_over",
         prefill="prefill-0",
@@ -92,6 +94,17 @@ def test_an_explanation_shows_time_route_moves_and_cost() -> None:
     assert "3.00 MiB over shm, 120 tokens, in 2.5 ms" in text
     assert "56 computed, 64 cached (60 from the pool, 4 from the store)" in text
     assert "1.500000 neurons" in text
+
+
+def test_an_explanation_shows_how_the_request_stood_when_it_came() -> None:
+    text = _text(EXPLANATION.to_json(), width=120)
+    assert "class batch, 7 waited already, predicted wait 2,500.0 ms" in text
+    assert "predicted device time 130.0 ms; its account's counter for the model was at 5,200.0 ms" in text
+    at_once = replace(EXPLANATION, admission=AdmissionExplanation("default", 0.0, 0, 130.0, 0.0))
+    assert "class default, nobody waited\n" in re.sub(r" +\n", "\n", _text(at_once.to_json(), width=120))
+    of_release_before = EXPLANATION.to_json()
+    del of_release_before["admission"]
+    assert "When it came" not in _text(of_release_before)
 
 
 def test_a_move_to_another_numerics_class_is_shown_with_both_classes() -> None:

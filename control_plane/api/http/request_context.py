@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.prices import Price
+from control_plane.admission.service_classes import HEADER_TIERS
 from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_SESSION_CHARACTERS
 from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.api.http.route_names import method_of, name_of, route_of
@@ -30,6 +31,8 @@ from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.loop_lag import name_task
 
 _SESSION_HEADER = "x-session-affinity"
+SERVICE_TIER_HEADER = "x-service-tier"
+"""For bodies that have no field for the class: Workers AI's."""
 EXPLAIN_HEADER = "x-tandem-explain"
 """`1`: the answer has the request's explanation."""
 _SERVED_SECONDS = 1.0
@@ -131,7 +134,18 @@ def caller_of(request: Request) -> Caller:
         answer_headers=getattr(request.state, "answer_headers", {}),
         timeline=timeline_of(request),
         session_affinity=_session_of(request),
+        service_tier=_service_tier_of(request),
     )
+
+
+def _service_tier_of(request: Request) -> str:
+    tier = request.headers.get(SERVICE_TIER_HEADER, "")
+    if tier and tier not in HEADER_TIERS:
+        raise InvalidRequest(
+            f"the header {SERVICE_TIER_HEADER} must be one of {', '.join(HEADER_TIERS)}; leave it out for default",
+            field=SERVICE_TIER_HEADER,
+        )
+    return tier
 
 
 def _session_of(request: Request) -> str:

@@ -85,7 +85,10 @@ def _asked(body: OpenAIBody, request: CompletionRequest | ChatRequest, num_promp
     reject_if_busy, timeout_seconds = strictest(body.options)
     asked = Asked.of(request)
     session = body.prompt_cache_key or ""
-    return Asked(asked.model, asked.operation, asked.options, num_prompts, reject_if_busy, timeout_seconds, session)
+    tier = body.service_tier or ""
+    return Asked(
+        asked.model, asked.operation, asked.options, num_prompts, reject_if_busy, timeout_seconds, session, tier
+    )
 
 
 def _form(body: OpenAIBody) -> AnswerForm:

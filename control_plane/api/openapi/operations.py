@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.admission.service_classes import HEADER_TIERS
 from control_plane.api.admin.rolls import MAX_ROLL_NAME_CHARACTERS, MAX_ROLL_REASON_CHARACTERS, MAX_ROLL_WORKERS
 from control_plane.api.http.bounds import (
     MAX_ACCOUNT_CHARACTERS,
@@ -13,7 +14,7 @@ from control_plane.api.http.bounds import (
     MAX_SESSION_CHARACTERS,
 )
 from control_plane.api.http.errors import ErrorFormat
-from control_plane.api.http.request_context import EXPLAIN_HEADER
+from control_plane.api.http.request_context import EXPLAIN_HEADER, SERVICE_TIER_HEADER
 from control_plane.api.requests import MAX_LISTED, STATES
 from control_plane.api.workers_ai.binding import MODEL_HEADER
 from control_plane.api.workers_ai.remote_proxy import PATH as PROXY_PATH
@@ -166,6 +167,12 @@ _AFFINITY = Parameter(
     {"type": "string", "maxLength": MAX_SESSION_CHARACTERS},
     "Requests of an account for a model with the same value go to the same workers.",
 )
+_SERVICE_TIER = Parameter(
+    SERVICE_TIER_HEADER,
+    "header",
+    {"enum": list(HEADER_TIERS)},
+    "The class of the request, if the body has no `service_tier`. `batch` and `flex` are served while no other waits.",
+)
 _EXPLAIN = Parameter(
     EXPLAIN_HEADER, "header", {"enum": ["1"]}, "The answer has the explanation of the request in the field `tandem`."
 )
@@ -249,13 +256,13 @@ def _openai(prefix: str, suffix: str, model: str) -> Iterator[Operation]:
     yield Operation(
         "post", f"{prefix}/chat/completions", name=f"createChatCompletion{suffix}",
         summary=f"Answer a conversation{at}", body=reference("ChatBody"), answer=reference("ChatCompletion"),
-        event="ChatChunk", parameters=(*account, _AFFINITY, _EXPLAIN),
+        event="ChatChunk", parameters=(*account, _AFFINITY, _SERVICE_TIER, _EXPLAIN),
         example={"model": model, "messages": [hello], "max_tokens": 64}, **common,
     )  # fmt: skip
     yield Operation(
         "post", f"{prefix}/completions", name=f"createCompletion{suffix}", summary=f"Continue one or more prompts{at}",
         body=reference("CompletionBody"), answer=reference("Completion"), event="Completion",
-        parameters=(*account, _AFFINITY, _EXPLAIN),
+        parameters=(*account, _AFFINITY, _SERVICE_TIER, _EXPLAIN),
         example={"model": model, "prompt": "Once upon", "max_tokens": 64}, **common,
     )  # fmt: skip
     yield Operation(
@@ -307,12 +314,13 @@ def _rest(model: str) -> Iterator[Operation]:
     run: dict[str, Any] = {"answer": enveloped(_RUN_ANSWERS), "event": "StreamEvent", **common}
     yield Operation(
         "post", f"{_ACCOUNTS}/run/{{model}}", name="run", summary="Run a model", body=_RUN_BODY,
-        parameters=(_ACCOUNT, _MODEL, *_RUN_QUERY, _AFFINITY, _EXPLAIN), example=inputs, **run,
+        parameters=(_ACCOUNT, _MODEL, *_RUN_QUERY, _AFFINITY, _SERVICE_TIER, _EXPLAIN), example=inputs, **run,
     )  # fmt: skip
     yield Operation(
         "post", f"{_ACCOUNTS}/run", name="runNamed", summary="Run the model that the body names",
         body=_closed("model input", model={"type": "string"}, input=_RUN_BODY),
-        parameters=(_ACCOUNT, *_RUN_QUERY, _AFFINITY, _EXPLAIN), example={"model": model, "input": inputs}, **run,
+        parameters=(_ACCOUNT, *_RUN_QUERY, _AFFINITY, _SERVICE_TIER, _EXPLAIN),
+        example={"model": model, "input": inputs}, **run,
     )  # fmt: skip
     yield Operation(
         "get", f"{_ACCOUNTS}/models/search", name="searchModels", summary="Find models",
@@ -341,7 +349,7 @@ def _binding(model: str) -> Iterator[Operation]:
         "event": "StreamEvent",
         "example": {"inputs": {"prompt": "What is a KV cache?", "max_tokens": 64}, "options": {}},
     }
-    headers = (_HEADER_MODEL, _AFFINITY, _EXPLAIN)
+    headers = (_HEADER_MODEL, _AFFINITY, _SERVICE_TIER, _EXPLAIN)
     yield Operation(
         "post", "/run", name="bindingRun", summary="`AI.run(model, inputs, options)`", parameters=headers, **call,
         **common,

@@ -82,7 +82,8 @@ class _Run:
         operation: Operation = "text_completion" if self.body.raw else "chat"
         options = AskedOptions.of(self.body.generation_options())
         session = self.body.prompt_cache_key or ""
-        return Asked(self._asked_model, operation, options, 1, self.reject_if_busy, self.timeout_seconds, session)
+        tier = self.body.service_tier or ""
+        return Asked(self._asked_model, operation, options, 1, self.reject_if_busy, self.timeout_seconds, session, tier)
 
     @property
     def _asked_model(self) -> str:

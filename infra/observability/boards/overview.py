@@ -173,6 +173,24 @@ def _errors() -> RowSpec:
                 (f"sum by (model) (tandem_queue_length{{{MODEL}}})", "{{model}}"),
             ),
             graph(
+                "Waiting, by class",
+                "How many requests of each class wait for room?",
+                "short",
+                (f"sum by (model, class) (tandem_admission_waiting{{{MODEL}}})", "{{model}} {{class}}"),
+            ),
+            graph(
+                "Predicted wait",
+                "How long would a request wait that comes now?",
+                "s",
+                (f"max by (model) (tandem_admission_predicted_wait_seconds{{{MODEL}}})", "{{model}}"),
+            ),
+            graph(
+                "Refused for lack of room",
+                "Why are requests refused?",
+                "short",
+                (rate("tandem_admission_refusals_total", MODEL, "cause"), "{{cause}}"),
+            ),
+            graph(
                 "Queue wait",
                 "How long do requests wait for a worker?",
                 "s",

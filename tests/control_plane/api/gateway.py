@@ -22,6 +22,7 @@ from control_plane.explain.requests import Requests
 from control_plane.explain.store import ExplanationStore
 from control_plane.generation import EncodingDispatcher
 from control_plane.request_metrics import RequestMetrics
+from control_plane.text.early_refusals import Door
 from control_plane.text.text_service import Preparer, TextService
 from tests.control_plane.api.model import OneModel, description
 from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
@@ -72,6 +73,8 @@ async def serve(
     requests: Requests | None = None,
     explanations: ExplanationStore | None = None,
     drain: Drain | None = None,
+    priority_accounts: Sequence[str] = (),
+    door: Door | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -91,6 +94,8 @@ async def serve(
         strict_fields=strict_fields,
         encoders=encoders,
         requests=requests,
+        priority_accounts=priority_accounts,
+        door=door,
     )
     app = create_app(
         text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts, explanations=explanations, drain=drain

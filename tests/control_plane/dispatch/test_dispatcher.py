@@ -47,7 +47,8 @@ async def test_if_all_are_full_the_client_is_told_to_come_again_and_why() -> Non
     async with harness(*full, ScriptedWorker("c", behave=refuse_with(Draining("leaving")))) as here:
         with pytest.raises(Overloaded, match="12 KV blocks") as refused:
             await here.dispatcher.submit(new_request())
-        assert (refused.value.http_status, refused.value.retry_after_seconds) == (429, 1.0)
+        assert refused.value.http_status == 429
+        assert refused.value.retry_after_seconds is not None and 0.5 <= refused.value.retry_after_seconds <= 1.5
 
 
 async def test_a_request_waits_at_the_door_until_somebody_leaves() -> None:

@@ -91,8 +91,10 @@ async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
     dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
     async with harness(dying, heir, queue_seconds=10) as here:
         stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(new_request())))
-        await heir.until(lambda heir: len(heir.submits) >= 1)
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert len(heir.submits) == 1, "nothing is sent again before the worker may have room"
         heir.behave = serve
+        here.report(heir)
         assert await stream == [answer()]
 
 

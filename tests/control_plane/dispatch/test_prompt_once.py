@@ -36,6 +36,7 @@ async def test_choices_that_a_full_worker_refuses_go_to_the_next_one_with_one_pr
     async with harness(full, free) as here:
         await tokens_of(await here.dispatcher.submit(new_request(request_id="before")))  # the hellos have come
         assert (full.num_prompts_read, free.num_prompts_read) == (1, 1)
+        here.report(full)  # it may have room again
         stream = await here.dispatcher.submit(new_request(num_choices=NUM_CHOICES))
         assert await tokens_of(stream) == [answer()] * NUM_CHOICES
         assert (full.num_prompts_read, free.num_prompts_read) == (2, 2)

@@ -8,7 +8,16 @@ import pytest
 
 from tandem_runtime.errors import Overloaded
 from tests.control_plane.harness import FULL, Harness, answer, harness, new_request, tokens_of
-from tests.control_plane.scripted_worker import DECODE, MODEL, PREFILL, ScriptedWorker, only_accept, refuse_with, serve
+from tests.control_plane.scripted_worker import (
+    DECODE,
+    MODEL,
+    PREFILL,
+    ScriptedWorker,
+    only_accept,
+    refuse_with,
+    serve,
+    silent,
+)
 from tests.tandem_worker.kv_harness import until
 
 
@@ -45,6 +54,7 @@ async def test_an_idle_models_request_is_submitted_at_once_while_a_full_models_w
         assert len(idle.submits) == 1
         assert here.dispatcher.queue.num_by_model() == {MODEL: 3}
         full.behave = serve
+        here.report(full)
         for each in waiting:
             assert await tokens_of(await each) == [answer()]  # type: ignore[arg-type]
 
@@ -109,3 +119,69 @@ async def test_the_end_of_a_request_releases_its_own_models_room() -> None:
         full.behave = serve
         await running.aclose()
         assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]
+
+
+async def test_all_that_wait_are_sent_as_soon_as_there_is_room_and_none_waits_for_the_others_answers() -> None:
+    """Finding 22: each of them waited until the worker had answered the one before it."""
+    worker = ScriptedWorker("a", behave=refuse_with(FULL))
+    async with harness(worker, queue_seconds=60, accept_seconds=30) as here:
+        waiting = wait_for(here, MODEL, "uvwxyz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 6)
+        num_refused = len(worker.submits)
+        worker.behave = silent
+        here.report(worker)
+        await worker.until(lambda worker: len(worker.submits) == num_refused + 6)
+        await end(waiting)
+
+
+async def test_a_request_that_waits_is_sent_again_to_a_worker_that_may_have_room_and_to_no_other() -> None:
+    """Finding 10: it was sent to every worker, four times a second."""
+    workers = [ScriptedWorker(name, behave=refuse_with(FULL)) for name in "abcde"]
+    async with harness(*workers, queue_seconds=60) as here:
+        waiting = wait_for(here, MODEL, "x")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert [len(worker.submits) for worker in workers] == [1] * 5
+        here.report(workers[3])
+        await workers[3].until(lambda worker: len(worker.submits) == 2)
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert [len(worker.submits) for worker in workers] == [1, 1, 1, 2, 1]
+        workers[4].behave = serve
+        here.report(workers[4])
+        assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]
+
+
+async def test_a_worker_whose_seats_are_taken_is_sent_nothing_until_one_is_free() -> None:
+    worker = ScriptedWorker("a", behave=only_accept)
+    worker.max_num_seqs = 1
+    async with harness(worker, queue_seconds=60) as here:
+        running = [await here.dispatcher.submit(new_request(request_id=f"running-{i}")) for i in range(2)]
+        waiting = wait_for(here, MODEL, "x")  # one runs, and one may queue there
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert len(worker.submits) == 2
+        worker.behave = serve
+        await running[0].aclose()
+        assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]
+        await running[1].aclose()
+
+
+async def test_the_account_that_has_used_least_is_next_and_a_lower_class_comes_last() -> None:
+    worker = ScriptedWorker("a", behave=only_accept)
+    worker.max_num_seqs = 1
+    async with harness(worker, queue_seconds=60) as here:
+        running = [
+            await here.dispatcher.submit(new_request(request_id=f"running-{i}", account="greedy")) for i in range(2)
+        ]
+        later = {}
+        for name, account, priority in (("b", "batch", -1), ("g", "greedy", 0), ("h", "greedy", 0), ("s", "small", 0)):
+            request = new_request(request_id=name, account=account, priority=priority)
+            later[name] = asyncio.create_task(here.dispatcher.submit(request))
+            num = len(later)
+            await until(lambda num=num: here.dispatcher.queue.num_waiting(MODEL) == num)  # type: ignore[misc]
+        worker.behave = serve
+        for stream in running:
+            await stream.aclose()
+        for submitted in later.values():
+            assert await tokens_of(await submitted) == [answer()]
+        order = [submit.request_id.partition("-")[0] for submit in worker.submits[2:]]
+        assert order == ["s", "g", "h", "b"]
+        assert [submit.priority for submit in worker.submits[2:]] == [0, 0, 0, -1]

@@ -232,7 +232,7 @@ def test_a_hand_over_that_is_not_offered_again_holds_nobody_back() -> None:
     assert worker.now <= AGEING_SECONDS + 10 * STEP_SECONDS
     worker.step()
     assert not worker.harness.core.has_work()
-    worker.harness.runner.seconds += 1.5
+    worker.harness.runner.seconds += 3.0
     assert worker.harness.core.has_work(), "nobody offers it: the queue goes on without a command"
     worker.harness.run()
     worker.harness.core.scheduler.abort("its blocks do not come")

@@ -1,0 +1,1 @@
+"""Measures what a refusal costs."""

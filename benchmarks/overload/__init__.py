@@ -1,0 +1,1 @@
+"""Measures what is answered, and to whom, if more is asked than there is capacity for."""

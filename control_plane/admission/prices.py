@@ -1,0 +1,49 @@
+"""Predicts how much device time a request of a model takes, from what earlier ones took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_OLD_WEIGHT = 0.95
+_ASSUMED_MS_PER_PROMPT_TOKEN = 1.0
+_ASSUMED_MS_PER_ANSWER_TOKEN = 10.0
+_ASSUMED_ANSWER_TOKENS = 128.0
+_ASSUMED_BYTES_PER_TOKEN = 4.0
+
+
+@dataclass
+class Prices:
+    """Moving averages of one model; device milliseconds."""
+
+    ms_per_prompt_token: float = _ASSUMED_MS_PER_PROMPT_TOKEN
+    """Of a token that no cache has."""
+    ms_per_answer_token: float = _ASSUMED_MS_PER_ANSWER_TOKEN
+    """A step's time by the tokens that it samples."""
+    bytes_per_token: float = _ASSUMED_BYTES_PER_TOKEN
+    """Of bodies, by the tokens of their prompts."""
+    answer_tokens: float = _ASSUMED_ANSWER_TOKENS
+    """Length of an answer."""
+
+    def routed(self, num_tokens: int, device_ms: float, ms_per_answer_token: float) -> None:
+        """A prompt was sent to a worker that is predicted to compute `num_tokens` of it in `device_ms`."""
+        if num_tokens > 0:
+            self.ms_per_prompt_token = _mixed(self.ms_per_prompt_token, device_ms / num_tokens)
+        self.ms_per_answer_token = _mixed(self.ms_per_answer_token, ms_per_answer_token)
+
+    def prepared(self, num_bytes: int, num_tokens: int) -> None:
+        """A body of so many bytes has become a prompt of so many tokens."""
+        if num_tokens > 0:
+            self.bytes_per_token = max(0.1, _mixed(self.bytes_per_token, num_bytes / num_tokens))
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer of that length has ended."""
+        self.answer_tokens = _mixed(self.answer_tokens, num_tokens)
+
+    def request_ms(self, num_prompt_tokens: float, max_tokens: float, num_choices: int = 1) -> float:
+        """Predict the device time of a request; `num_prompt_tokens`: those that no cache has."""
+        num_answer_tokens = min(max_tokens, self.answer_tokens) * num_choices
+        return num_prompt_tokens * self.ms_per_prompt_token + num_answer_tokens * self.ms_per_answer_token
+
+
+def _mixed(old: float, new: float) -> float:
+    return _OLD_WEIGHT * old + (1 - _OLD_WEIGHT) * new

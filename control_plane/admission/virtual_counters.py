@@ -1,0 +1,66 @@
+"""Counts the device time that each account has used of one model, for a fair order of those that wait.
+
+The next request is that of the account with the least counter. After "Fairness in Serving Large Language Models"
+(Sheng et al., OSDI 2024, algorithm 2), with milliseconds of a device in place of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+_MAX_KEPT = 10_000
+"""Accounts whose counters are kept; of those without a waiting request, the least recently charged are dropped."""
+
+
+class VirtualCounters:
+    """Device milliseconds by account. What an account has used beyond its share it carries on, as debt."""
+
+    def __init__(self, max_kept: int = _MAX_KEPT) -> None:
+        self._max_kept = max_kept
+        self._used_ms: OrderedDict[str, float] = OrderedDict()
+        self._num_waiting: Counter[str] = Counter()
+        self._floor_ms = 0.0
+        """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
+
+    def __len__(self) -> int:
+        return len(self._used_ms)
+
+    def of(self, account: str) -> float:
+        return self._used_ms.get(account, self._floor_ms)
+
+    @property
+    def num_waiting_accounts(self) -> int:
+        return len(self._num_waiting)
+
+    def arrive(self, account: str) -> None:
+        """A request begins to wait. An idle account rejoins at the least counter of those that wait: it saves nothing.
+
+        Call `leave` once the request waits no more.
+        """
+        if account not in self._num_waiting:
+            least_ms = min(map(self.of, self._num_waiting), default=self._floor_ms)
+            self._set(account, max(self.of(account), least_ms))
+        self._num_waiting[account] += 1
+
+    def leave(self, account: str) -> None:
+        """A request waits no more: it was let in, or its caller has left."""
+        self._num_waiting[account] -= 1
+        if not self._num_waiting[account]:
+            del self._num_waiting[account]
+
+    def let_in(self, account: str) -> None:
+        """A request was let in."""
+        self._floor_ms = self.of(account)
+
+    def charge(self, account: str, device_ms: float) -> None:
+        """Add what an account has used; a negative amount takes a charge back."""
+        self._set(account, self.of(account) + device_ms)
+
+    def _set(self, account: str, used_ms: float) -> None:
+        self._used_ms[account] = used_ms
+        self._used_ms.move_to_end(account)
+        if len(self._used_ms) > self._max_kept:
+            for idle in self._used_ms:
+                if idle not in self._num_waiting:
+                    del self._used_ms[idle]
+                    return

@@ -1,0 +1,140 @@
+"""Keeps the estimate of the workers' room, and tells the admission queue when there may be more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from control_plane.admission.budgets import BudgetTable
+from control_plane.admission.model_admission import Waiter
+from control_plane.admission.worker_rooms import Report, SentCall, WorkerRooms
+from control_plane.dispatch.admission_queue import AdmissionQueue
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_links import LinkPool
+from control_plane.routing.cost_model import PrefillEstimate, RoutingRequest
+from control_plane.routing.router import Route, Router
+from tandem.v1 import types_pb2 as pb
+
+MAX_CANDIDATES = 3
+"""Decode workers that one attempt asks."""
+_LONGEST_QUEUE_MS = 1000.0
+"""Predicted time of this gateway's prompts that may wait at one worker: what waits here is in a fair order."""
+_SHORT_QUEUE_TOKENS = 4096
+"""So many tokens may wait in any case: some chunks, so that a worker's steps are full."""
+_ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
+
+
+class RoomKeeper:
+    """Listens to registry and links; on one event loop."""
+
+    def __init__(
+        self, registry: WorkerRegistry, links: LinkPool, router: Router, queue: AdmissionQueue, budgets: BudgetTable
+    ) -> None:
+        self._budgets = budgets
+        self._router = router
+        self._queue = queue
+        self.rooms = WorkerRooms()
+        for worker in registry.workers():
+            self._take(worker)
+        registry.listen(self._changed)
+        registry.listen_to_loads(self._reported)
+        links.listen_to_attached(self._attached)
+
+    def sent(self, worker: Worker, num_tokens: int) -> SentCall:
+        return self.rooms.sent(worker.incarnation, num_tokens)
+
+    def on_room(self, worker: Worker) -> Callable[[], None]:
+        """Return what to call when a call to the worker has ended, or has left its queue of prompts."""
+        model_id = worker.info.card.model_id
+        return lambda: self._queue.release_next(model_id)
+
+    def narrowed(self, route: Route, request: RoutingRequest, *, may_offer: bool = False) -> Route | None:
+        """Return the route with those of its decode workers that are expected to take the request, at most three.
+
+        None: no worker is. `may_offer`: see `WorkerRooms.has_room`; of the first three.
+        """
+        if route.prefill is not None and not self._takes_prompt(route.prefill, request):
+            return None
+        cached = {each.estimate.worker.incarnation: each.estimate for each in route.comparison.decodes}
+        token_seconds = self._budgets.of(request.model_id).token_seconds
+        decodes = []
+        for rank, worker in enumerate(route.decodes):
+            num_tokens = _num_needed(request, cached.get(worker.incarnation))
+            if route.prefill is not None:
+                num_tokens *= request.num_choices
+            elif not self._takes_prompt(worker, request):
+                continue
+            is_offer = may_offer and rank < MAX_CANDIDATES
+            if self.rooms.has_room(
+                worker.incarnation,
+                num_tokens,
+                request.num_choices,
+                token_seconds=token_seconds,
+                may_offer=is_offer,
+            ):
+                decodes.append(worker)
+                if len(decodes) == MAX_CANDIDATES:
+                    break
+        return replace(route, decodes=tuple(decodes)) if decodes else None
+
+    def may_take(self, worker: Worker, num_tokens: int) -> bool:
+        """Return whether a worker is expected to go on with an answer of so many tokens, or may be offered it."""
+        return self.rooms.has_room(worker.incarnation, num_tokens, may_offer=True)
+
+    def _takes_prompt(self, worker: Worker, request: RoutingRequest) -> bool:
+        """Return whether few enough prompts of this gateway wait at a worker."""
+        num_queued = self._router.in_flight.prefill_tokens[worker.incarnation]
+        if num_queued + request.num_prompt_tokens <= _SHORT_QUEUE_TOKENS or not num_queued:
+            return True
+        return 1000.0 * num_queued / self._router.costs.tokens_per_second(worker) <= _LONGEST_QUEUE_MS
+
+    def _take(self, worker: Worker) -> None:
+        if worker.role in _ROLES:
+            self.rooms.reported(worker.incarnation, report_of(worker))
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        if not is_here:
+            self.rooms.forget(worker.incarnation)
+            return
+        self._take(worker)
+        if worker.is_usable and worker.info.card.model_id:
+            self._queue.release_next(worker.info.card.model_id)
+
+    def _reported(self, worker: Worker) -> None:
+        """Take in a load report, and let the next request of the model look if it may be taken."""
+        if worker.role not in _ROLES:
+            return
+        self._take(worker)
+
+        def has_room(waiter: Waiter) -> bool:
+            if worker.role != pb.WORKER_ROLE_DECODE:
+                return False
+            token_seconds = self._budgets.of(waiter.model_id).token_seconds
+            return self.rooms.has_room(worker.incarnation, waiter.num_tokens, token_seconds=token_seconds)
+
+        self._queue.reported(worker.info.card.model_id, has_room)
+
+    def _attached(self, worker: Worker) -> None:
+        self._queue.release_next(worker.info.card.model_id)
+
+
+def report_of(worker: Worker) -> Report:
+    """Return what a worker's last load report shows of its room."""
+    load, pool = worker.load, worker.load.kv
+    max_running = worker.info.settings.get("max_num_seqs", "")
+    return Report(
+        num_free_tokens=(pool.num_free_blocks + pool.num_cached_blocks) * pool.tokens_per_block,
+        num_total_tokens=pool.num_total_blocks * pool.tokens_per_block,
+        tokens_per_block=pool.tokens_per_block,
+        num_live=load.num_running + load.num_waiting,
+        max_running=int(max_running) if max_running.isdecimal() and max_running.isascii() else None,
+        num_running=load.num_running,
+        num_steps=load.counters.get("steps", 0.0),
+        step_seconds=load.counters.get("step_seconds", 0.0),
+        num_tokens_generated=load.counters.get("tokens_generated", 0.0),
+    )
+
+
+def _num_needed(request: RoutingRequest, estimate: PrefillEstimate | None) -> int:
+    """Return the tokens that a pool must have free: running requests may use the blocks that are cached there."""
+    return max(1, request.num_prompt_tokens - (estimate.cached.own if estimate is not None else 0))

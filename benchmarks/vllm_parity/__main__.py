@@ -150,7 +150,7 @@ def _enter_all(outcome: Outcome, models: Sequence[str]) -> None:
             total("num_handed_over_different"),
         ),
     }
-    outcome.sheets[3].rows += [(f"{number:,}", what, str(different)) for what, (number, different) in counts.items()]
+    outcome.sheets[3].rows.extend((f"{number:,}", what, str(different)) for what, (number, different) in counts.items())
     num_requests, num_different = map(sum, zip(*counts.values(), strict=True))
     outcome.figures |= {"num_compared": num_requests, "num_different": num_different}
     text = f"{num_different} of {num_requests:,} compared answers differ, 0 wanted"

@@ -77,11 +77,12 @@ class VllmCore:
         self._requests: dict[str, Request] = {}
         self._hand_over: HandOver | None = None
         if exchange is not None:
-            self._hand_over = HandOver(config, exchange, self._requests, self._ledger, self._budget)
+            self._hand_over = HandOver(config, exchange, self._requests, self._ledger, self._budget, monotonic)
         self._unprepared: dict[str, Request] = {}
         """Requests whose grammar is being compiled; vLLM does not have them yet."""
         self._blocked: dict[str, Request] = {}
-        """Prefills that wait for blocks; vLLM does not have them yet, because it could preempt what others read."""
+        """Prefills that wait for blocks; vLLM does not have them yet, because it could preempt what others read. While
+        blocks are kept for a refused hand-over, other requests too."""
         self._early_outputs: list[RequestOutput] = []
         """Of requests that ended before they ran."""
         self._num_arrivals = 0
@@ -105,7 +106,7 @@ class VllmCore:
         return self._engine.has_work and self._num_empty_steps < _MAX_EMPTY_STEPS
 
     def is_held(self) -> bool:
-        return bool(self._unprepared)
+        return bool(self._unprepared) or (bool(self._blocked) and self._is_refused_due)
 
     def handle_some(self, command: Any, *fds: int) -> Sequence[EngineEvent] | None:
         """Carry out a command, and return its events. None: the rest of a slab is copied after the next step."""
@@ -221,9 +222,15 @@ class VllmCore:
 
     def _reserve(self, request: Request) -> None:
         assert self._hand_over is not None, "checked by the caller"
-        live = [each for each in self._requests.values() if each.mode != "prefill" and each.state in _LIVE]
+        live = self._live()
         self._check_places(self._config.max_num_seqs + self._config.max_num_waiting, live, request)
-        self._hand_over.reserve(request, len(live), self._engine.num_preempted)
+        queue = [each for each in self._requests.values() if each.state is RequestState.WAITING]
+        head = min(queue, key=lambda each: each.rank, default=None)
+        self._hand_over.reserve(request, len(live), self._engine.num_preempted, head)
+
+    def _live(self) -> list[Request]:
+        """Return the requests that grow, or will."""
+        return [each for each in self._requests.values() if each.mode != "prefill" and each.state in _LIVE]
 
     def _check_places(self, num_places: int, taken: Sequence[Request], request: Request) -> None:
         num_of_key = sum(each.fairness_key == request.fairness_key for each in taken)
@@ -262,7 +269,7 @@ class VllmCore:
             self._unprepared[request.request_id] = request
 
     def _enqueue(self, request: Request) -> None:
-        if request.mode == "prefill":
+        if request.mode == "prefill" or (request.mode == "aggregated" and self._is_refused_due):
             self._blocked[request.request_id] = request
             self._admit_blocked()
         else:
@@ -275,7 +282,10 @@ class VllmCore:
         self._num_empty_steps = 0
 
     def _admit_blocked(self) -> None:
-        """Give prefills to vLLM in order, while all of those that it has, and this one, have room to their end."""
+        """Give prefills to vLLM in order, while all of those that it has, and this one, have room to their end.
+
+        Others wait here only for a refused hand-over that has its turn: unless its blocks and theirs are free.
+        """
         while (request := self._next_blocked()) is not None:
             del self._blocked[request.request_id]
             self._give(request)
@@ -284,9 +294,16 @@ class VllmCore:
         if not self._blocked or self._hand_over is None:
             return None
         first = min(self._blocked.values(), key=lambda each: each.rank)
+        num_kept = self._hand_over.num_kept_blocks(len(self._live()))
+        if first.mode != "prefill" and not num_kept:
+            return first
         begun = [each for each in self._requests.values() if each.mode == "prefill" and self._has_vllm(each)]
         num_missing = sum(self._hand_over.num_missing_blocks(each) for each in (*begun, first))
-        return first if num_missing <= self._hand_over.num_available_blocks else None
+        return first if num_missing + num_kept <= self._hand_over.num_available_blocks else None
+
+    @property
+    def _is_refused_due(self) -> bool:
+        return self._hand_over is not None and self._hand_over.is_refused_due
 
     def _has_vllm(self, request: Request) -> bool:
         is_outside = request.request_id in self._blocked or request.request_id in self._unprepared

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from tandem_engine.scheduling.admission import RequestRefused, max_kv_tokens
 from tandem_engine.scheduling.copy_budget import CopyBudget, pieces
 from tandem_engine.scheduling.hand_over import num_ready_tokens
 from tandem_engine.scheduling.ledger import Ledger
+from tandem_engine.scheduling.refused_hand_overs import RefusedHandOvers
 from tandem_engine.scheduling.request import Request, RequestState
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.slab_importer import SlabImporter
@@ -63,14 +64,17 @@ class HandOver:
         requests: Mapping[str, Request],
         ledger: Ledger,
         budget: CopyBudget,
+        clock: Callable[[], int],
     ) -> None:
-        """`requests` are those that the core has now, by id."""
+        """`requests` are those that the core has now, by id; `clock` returns nanoseconds, and nobody sets it."""
         self._blocks, self._memory, self.publisher, self._arrivals = exchange
         self.importer = SlabImporter(requests, self._memory, ledger, budget, config.block_size)
         self._config = config
         self._size = config.block_size
         self._ledger = ledger
         self._budget = budget
+        self._clock = clock
+        self._refused = RefusedHandOvers(config)
         self._loading: _Loading | None = None
         self._may_load = True
         self._held: Counter[int] = Counter()
@@ -80,30 +84,48 @@ class HandOver:
 
     # --------------------------------------------------------------------------------------------------- decode
 
-    def reserve(self, request: Request, num_live: int, num_preempted: int) -> None:
+    def reserve(self, request: Request, num_live: int, num_preempted: int, head: Request | None) -> None:
         """Take the blocks of a decode request's prompt and first token; raises RequestRefused.
 
         One block per live request is left, so that running requests can grow. While preempted requests wait for
-        blocks, no new request overtakes them.
+        blocks, no new request overtakes them unless its turn has come. `head` is the first of the queue: its blocks
+        are left to it unless its class is lower.
         """
+        now_ns = self._clock()
+        self._refused.offered(request, now_ns)
+        is_due = self._refused.is_due(request, now_ns)
         num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self._config))
         limit = min(request.num_tokens // self._size, num_shared_blocks(request))
         found = self._blocks.find(pool_key(request, index, self._size) for index in range(int(limit)))
         num_new = self._num_blocks(num_tokens) - len(found)
         num_taken = num_new + sum(not self._blocks.num_references(block) for block in found)
-        if num_preempted or num_taken + num_live > self._blocks.num_available:
+        num_kept = self._num_kept_from(request, num_live, head, now_ns)
+        if (num_preempted and not is_due) or num_taken + num_live + num_kept > self._blocks.num_available:
+            self._refused.refused(request, self._num_blocks(num_tokens), now_ns)
             raise RequestRefused(
                 "kv_full",
                 f"{num_taken} KV blocks are needed and one for each of {num_live} live requests, "
-                f"{self._blocks.num_available} of {self._config.num_blocks} are available, {num_preempted} preempted "
-                "requests wait; try again later or another worker",
+                f"{self._blocks.num_available} of {self._config.num_blocks} are available, {num_kept} of them are kept "
+                f"for requests whose turn is earlier, {num_preempted} preempted requests wait; try again later or "
+                "another worker",
             )
+        self._refused.accepted(request)
         self._blocks.hold(found)
         request.block_table = [*found, *self._blocks.take(num_new)]
         request.num_found_blocks = request.num_registered_blocks = len(found)
         request.num_computed_tokens = len(found) * self._size
         request.state = RequestState.IMPORTING
         self._ledger.found(request, request.num_computed_tokens)
+
+    @property
+    def is_refused_due(self) -> bool:
+        """Whether a refused hand-over has its turn: what it lacks is kept for it."""
+        return self._refused.due(self._clock()) is not None
+
+    def num_kept_blocks(self, num_live: int) -> int:
+        """Count the blocks that the queue leaves to a refused hand-over that has its turn."""
+        due = self._refused.due(self._clock())
+        return self._refused.num_missing_blocks(due) + num_live + 1 if due is not None else 0
 
     def bring(self, request: Request) -> None:
         """Give the blocks of a decode request to vLLM's request of the same id, which follows."""
@@ -137,7 +159,7 @@ class HandOver:
         return self._loading is not None
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Count the blocks that a prefill may still take from the pool."""
+        """Count the blocks that a request of the queue, or a prefill, may still take from the pool."""
         return self._num_blocks(request.num_tokens) - len(request.block_table)
 
     def computed(self, request: Request, first: int, end: int, table: Sequence[int]) -> None:
@@ -195,6 +217,16 @@ class HandOver:
         return admitted
 
     # ------------------------------------------------------------------------------------------------- helpers
+
+    def _num_kept_from(self, request: Request, num_live: int, head: Request | None, now_ns: int) -> int:
+        """Count the blocks that a hand-over leaves to those whose turn is before its own."""
+        due = self._refused.due(now_ns)
+        if due is not None and self._refused.is_due(request, now_ns):  # one choice leaves the blocks of the others
+            return self._refused.num_missing_blocks(due) - due.num_blocks_each
+        num_kept = self._refused.num_missing_blocks(due) if due is not None else 0
+        if head is not None and head.effective_priority >= request.priority:
+            num_kept += self.num_missing_blocks(head)
+        return num_kept + num_live + 1 if num_kept else 0
 
     def _load(self, request: Request, num_found_tokens: int) -> bool | None:
         """Go on with the load of a request's prefix; loads of other requests wait, and may find the blocks then.

@@ -90,8 +90,8 @@ WIDE_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 """A llama, a mixture of experts, windows in all layers, windows in five of six layers."""
-QUANTISED = {"llama-int8": 8, "llama-int4": 4}
-"""The wide llama with weights of so many bits."""
+QUANTISED = "llama-int8"
+"""The wide llama with weights of 8 bits."""
 
 
 def make_checkpoint(folder: Path, kind: str) -> Path:
@@ -115,8 +115,8 @@ def make_wide_checkpoint(folder: Path, kind: str) -> Path:
     target = folder / f"random-{kind}"
     if target.exists():
         return target
-    if kind in QUANTISED:
-        return quantise(make_wide_checkpoint(folder, "llama"), target, QUANTISED[kind])
+    if kind == QUANTISED:
+        return quantise(make_wide_checkpoint(folder, "llama"), target)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(WIDE_CONFIGS[kind](), dtype=torch.float32).save_pretrained(target)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -32,6 +32,7 @@ _MIN_MARGIN = 1e-5
 _MIN_EQUAL_SHARE = 0.95
 _HEAD_ALONE = ("model", "answers", "equal to the end", "noise", "margin", "smallest lead", "close calls", "wrong")
 _HEAD_MOVED = ("model", *KINDS, "different")
+_HEAD_ALL = ("answers", "compared", "different")
 _HEAD_HANDED = ("model", *KINDS, "different", "prompts computed again", "bytes pulled")
 
 
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Sheet("beside vLLM alone, greedy", _HEAD_ALONE, []),
             Sheet("moved answers", _HEAD_MOVED, []),
             Sheet("prefill and decode by two workers, beside one", _HEAD_HANDED, []),
+            Sheet("all models", _HEAD_ALL, []),
         ]
         for model in options.models:
             checkpoint = made(folder, model)
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _enter_handed(
                     outcome, model, asked, whole, await answers_by_two(python, checkpoint, place, asked, WORKER_FLAGS)
                 )
+        _enter_all(outcome, options.models)
 
     return run("vllm_parity", options, {"requests per model": sum(numbers.values())}, measure, is_timed=False)
 
@@ -131,6 +134,27 @@ def _enter_handed(
     }
     text = f"{name}: {len(differing)} of {len(asked)} answers of two workers differ from those of one, 0 wanted"
     outcome.targets.append(Target(text, not differing))
+
+
+def _enter_all(outcome: Outcome, models: Sequence[str]) -> None:
+    """Add up what must not differ, over all models."""
+
+    def total(name: str) -> int:
+        return sum(int(outcome.figures.get(f"{model}.{name}", 0)) for model in models)
+
+    counts = {
+        "greedy answers of vLLM alone": (total("num_answers"), total("num_wrong")),
+        "the same answers, moved": (total("num_moved"), total("num_moved_different")),
+        "one worker's answers, of prefill and decode": (
+            total("num_handed_over"),
+            total("num_handed_over_different"),
+        ),
+    }
+    outcome.sheets[3].rows.extend((f"{number:,}", what, str(different)) for what, (number, different) in counts.items())
+    num_requests, num_different = map(sum, zip(*counts.values(), strict=True))
+    outcome.figures |= {"num_compared": num_requests, "num_different": num_different}
+    text = f"{num_different} of {num_requests:,} compared answers differ, 0 wanted"
+    outcome.targets.append(Target(text, not num_different))
 
 
 def _seed(name: str) -> int:

@@ -21,9 +21,9 @@ from tandem_engine.messages import AddRequest, EngineFailed, Ready, Refused, Req
 from tandem_engine.settings import EngineConfig
 
 DEMO = "built-in"
-MODELS = (DEMO, "llama", "qwen3_moe", "mistral", "gemma3", "llama-int8", "llama-int4")
+MODELS = (DEMO, "llama", "qwen3_moe", "mistral", "gemma3", "llama-int8")
 """The built-in model, a random Llama, a mixture of experts, windows in all layers, windows in some layers, the Llama
-with weights of 8 and of 4 bits."""
+with weights of 8 bits."""
 _KV_BYTES = 256 << 20
 _MAX_MODEL_LEN = 512
 _MAX_NUM_SEQS = 64

@@ -50,7 +50,8 @@ class World:
     """A core with a recorded vLLM."""
 
     def __init__(self, chunk: int = 100, ms_per_look: int = 0, window: int | None = None) -> None:
-        """`ms_per_look`: how far the clock of the copy budget goes with each look at it."""
+        """`ms_per_look`: how far the monotonic clock goes with each look at it, beside what `pass_seconds` adds."""
+        self._passed_ns = 0
         self.blocks, self.memory, self.publisher = RecordedBlocks(), RecordedMemory(), KeepingPublisher()
         self.vllm = RecordedScheduler(self.blocks, self.memory, chunk)
         times = iter(range(1000, 100000))
@@ -58,8 +59,15 @@ class World:
         looks = count(step=1_000_000 * ms_per_look)
         config = replace(CONFIG, window=window)
         self.core = VllmCore(
-            config, self.vllm, clock=lambda: next(times), exchange=exchange, monotonic=lambda: next(looks)
+            config,
+            self.vllm,
+            clock=lambda: next(times),
+            exchange=exchange,
+            monotonic=lambda: next(looks) + self._passed_ns,
         )
+
+    def pass_seconds(self, seconds: float) -> None:
+        self._passed_ns += int(seconds * 1e9)
 
     def handle(self, command: Any) -> Sequence[EngineEvent]:
         self.core.begin_turn()
@@ -152,6 +160,64 @@ def test_a_decode_request_that_does_not_fit_is_refused_at_once_and_leaves_nothin
     world.vllm.num_preempted = 1
     (refused,) = world.handle(request("c", 1))
     assert isinstance(refused, Refused) and "1 preempted" in refused.message
+
+
+def offered(world: World, num_tokens: int, attempt: int, choice: int = 0, **more: Any) -> bool:
+    """Offer a choice of the large hand-over; return whether it was accepted."""
+    (event,) = world.handle(request(f"large-{attempt}-{choice}", num_tokens, choice_of="l", attempt=attempt, **more))
+    return isinstance(event, Reserved)
+
+
+def small(world: World, name: str) -> bool:
+    (event,) = world.handle(request(name, 3))  # one block
+    return isinstance(event, Reserved)
+
+
+def test_a_large_hand_over_that_was_refused_for_long_gets_what_is_freed_before_small_ones() -> None:
+    world = World()
+    for index in range(3):
+        assert small(world, f"s{index}")
+    assert not offered(world, 20, 0), "six blocks, of five that are free"
+    assert small(world, "early"), "its turn has not come"
+    for attempt in range(1, 21):
+        world.pass_seconds(0.25)
+        assert not offered(world, 20, attempt)
+    assert not small(world, "late")
+    for name in ("early", "s0", "s1"):
+        world.handle(AbortRequest(name))
+    assert not small(world, "later"), "seven are free, and six are for the large one"
+    assert offered(world, 20, 21)
+    for name in ("s2", "large-21-0"):
+        world.handle(AbortRequest(name))
+    assert small(world, "last")
+    world.handle(AbortRequest("last"))
+    world.check_all_is_free()
+
+
+def test_a_refused_hand_over_that_is_not_offered_any_more_keeps_nothing_from_anyone() -> None:
+    world = World()
+    assert small(world, "s")
+    for attempt in range(24):
+        world.pass_seconds(0.25)
+        assert not offered(world, 26, attempt), "seven blocks and one for the other, of seven"
+    world.handle(request("queued", 8, "aggregated", 1))
+    assert not world.core.has_work() and world.core.is_held(), "it waits, although seven are free"
+    world.pass_seconds(1.5)
+    world.core.begin_turn()
+    assert [output.request_id for output in world.outputs()] == ["queued"]
+    assert not world.core.is_held()
+    world.handle(AbortRequest("s"))
+    world.check_all_is_free()
+
+
+def test_a_hand_over_leaves_the_blocks_of_a_request_that_waits_here_unless_that_is_of_a_lower_class() -> None:
+    world = World()
+    world.handle(request("queued", 16, "aggregated", 1))  # four blocks, of eight that are free
+    assert not offered(world, 14, 0), "four more, and one for what grows"
+    assert offered(world, 14, 0, choice=1, priority=1)
+    world.handle(AbortRequest("large-0-1"))
+    assert [output.request_id for output in world.outputs()] == ["queued"]
+    world.check_all_is_free()
 
 
 def test_blocks_that_the_pool_has_are_not_imported_again() -> None:

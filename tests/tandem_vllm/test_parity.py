@@ -25,3 +25,4 @@ def test_tokens_are_those_of_vllm_alone_and_go_on_behind_a_move(model: str, tmp_
     assert figures[f"{model}.num_wrong"] == 0
     assert figures[f"{model}.num_equal"] + figures[f"{model}.num_close_calls"] == figures[f"{model}.num_answers"] > 0
     assert figures[f"{model}.num_moved_different"] == 0 < figures[f"{model}.num_moved"]
+    assert figures["num_different"] == 0 < figures["num_compared"]

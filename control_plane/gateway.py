@@ -55,8 +55,8 @@ from control_plane.live.feed import LiveFeed
 from control_plane.live.fleet_rows import FleetRows
 from control_plane.readiness import Prober
 from control_plane.request_metrics import RequestMetrics
-from control_plane.routing.prefix_index import PrefixIndex
 from control_plane.routing.router import Router
+from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.secrets import kv_keys, load_secret
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
@@ -126,7 +126,7 @@ class Gateway:
         )
         proofs = ReadinessProofs(self.registry)
         self.health = WorkerHealth(self.registry)
-        prefixes = PrefixIndex(settings.prefix_index_blocks)
+        prefixes = SamplePointIndex(settings.prefix_index_blocks)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         self.http_address = ""

@@ -23,6 +23,7 @@ from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
 from control_plane.audit.table_reader import TableReader
+from control_plane.block_events import BlockEventReader
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.encoding import EncodingDispatch
@@ -127,6 +128,8 @@ class Gateway:
         proofs = ReadinessProofs(self.registry)
         self.health = WorkerHealth(self.registry)
         prefixes = SamplePointIndex(settings.prefix_index_blocks)
+        self._block_events = BlockEventReader(prefixes, incarnation, self.member)
+        self.registry.listen(self._block_events.changed)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         self.http_address = ""
@@ -275,6 +278,7 @@ class Gateway:
         await self._links.close()
         await self._encoder_clients.close()
         await self._kv_clients.close()
+        await self._block_events.close()
         await grpc_server.stop(grace_seconds=1.0)
         await self.metrics.stop()
         for task in ended:

@@ -334,6 +334,8 @@ class FilledBlocks(_Part, frozen=True):
     group: int = 0
     region_id: str = ""
     """As in SealedBlocks."""
+    first_block: int = 0
+    """Index of the first block in the request's block table."""
 
 
 class EngineStats(_Part, frozen=True):

@@ -79,6 +79,8 @@ class _Run:
     group: int
     account_tag: bytes
     parent_hash: bytes
+    first_block: int
+    """In the chain."""
     blocks: tuple[kv.StoredBlock, ...]
 
 
@@ -219,6 +221,8 @@ class KVOffload:
                 source_address=request.submit.prefix_source,
                 source_id=request.submit.prefix_source_id,
                 bytes_per_block=self._bytes_per_block,
+                first_block=first + start,
+                tokens_per_block=self._block_size,
             )
             try:
                 async with asyncio.timeout_at(until):
@@ -289,12 +293,12 @@ class KVOffload:
             )
         ]
         num_public = sum(block.block_hash in whose.public for block in blocks)
-        parent = bytes.fromhex(filled.parent)
+        parent, first = bytes.fromhex(filled.parent), filled.first_block
         for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (whose.account_tag, blocks[num_public:])):
             for start in range(0, len(part), _MAX_BLOCKS_PER_PUBLISH):
                 run = part[start : start + _MAX_BLOCKS_PER_PUBLISH]
-                yield _Run(filled.group, tag, parent, tuple(run))
-                parent = run[-1].block_hash
+                yield _Run(filled.group, tag, parent, first, tuple(run))
+                parent, first = run[-1].block_hash, first + len(run)
 
     def _extent(self, region_id: str, slot: int, generation: int) -> pb.Extent:
         return pb.Extent(
@@ -324,6 +328,8 @@ class KVOffload:
                         blocks=run.blocks,
                         account_tag=run.account_tag,
                         parent_hash=run.parent_hash,
+                        first_block=run.first_block,
+                        tokens_per_block=self._block_size,
                     )
                 )
         except TandemError as error:

@@ -177,6 +177,7 @@ class KVCacheManager:
                         slots,
                         [self.pool.generations[slot] for slot in slots],
                         group=group,
+                        first_block=first,
                     )
                 )
         return filled

@@ -226,6 +226,16 @@ class KvClient:
         """Publish full blocks of a lent region; returns once the service has copied the blocks that it wants."""
         return await self._call(self._stub.Publish, request)
 
+    async def block_events(self) -> AsyncGenerator[kv.BlockEventBatch, None]:
+        """Yield what the host's store and the pools of its workers have: first all, then changes.
+
+        Raises Unavailable when the service goes away, Unsupported from services of releases without block events.
+        """
+        async with aclosing(messages_of(self._stub.BlockEvents(kv.BlockEventsRequest()))) as batches:
+            async for batch in batches:
+                yield batch
+        raise Unavailable(f"the KV service at {self.address} ended its block events")
+
     async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
         """Copy the leading blocks that another host's store has, and return their checksums, verified here.
 

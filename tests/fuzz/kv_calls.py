@@ -48,6 +48,7 @@ _METHODS: Sequence[tuple[str, type[Message]]] = (
     ("ReadBlocks", kv.ReadBlocksRequest),
     ("Own", kv.OwnRequest),
     ("OpenLink", kv.OpenLinkRequest),
+    ("BlockEvents", kv.BlockEventsRequest),
     ("Tables", tables.TablesRequest),
 )
 

@@ -97,7 +97,7 @@ def test_computed_blocks_are_told_once_with_their_hashes_and_answers_too() -> No
     assert harness.step().filled == [FilledBlocks("a", "", _hashes(PROMPT), [0, 1, 2], [1, 1, 1])]
     # 2. The block that the answer fills, once its last token is computed.
     filled = [block for _ in range(3) for block in harness.step().filled]
-    assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1])]
+    assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1], first_block=3)]
     # 3. Cached and loaded blocks are not reported again.
     harness.add("b", PROMPT, root=ROOT, max_tokens=1)
     assert harness.step().filled == []

@@ -15,10 +15,14 @@ from contextlib import contextmanager
 from kv_transfer_svc.handle_record import Broadcast
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
+from tandem_runtime.errors import InvalidRequest, StaleIncarnation
 
 STORE = ""
 """The place of the host's store; other places are incarnations of workers."""
 _MAX_PENDING = 200_000
+_MAX_INCARNATION = 128
+_MAX_POINTS_OF_POOL = 1_000_000
+"""More than those of a pool with 250 million tokens."""
 _BYTES_PER_BATCH = 65_536 * NUM_KEY_BYTES
 """A snapshot of more comes in several messages."""
 
@@ -30,6 +34,8 @@ class HostPoints:
         self.changed = Broadcast()
         self._places: dict[str, set[bytes]] = {STORE: set()}
         self._readers: set[PointReader] = set()
+        self._reports: dict[str, PoolReports] = {}
+        """The latest stream that reports each pool."""
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
@@ -62,6 +68,24 @@ class HostPoints:
             self.changed.fire()
 
     @contextmanager
+    def reported(self) -> Iterator[PoolReports]:
+        """Return what takes in the reports of one stream; its pool ends with the context, unless another reports it."""
+        reports = PoolReports(self)
+        try:
+            yield reports
+        finally:
+            if reports.incarnation and self._reports.get(reports.incarnation) is reports:
+                del self._reports[reports.incarnation]
+                self.end(reports.incarnation)
+
+    def begin(self, reports: PoolReports) -> None:
+        """From now on this stream reports its pool, and no earlier one does."""
+        self._reports[reports.incarnation] = reports
+
+    def is_latest(self, reports: PoolReports) -> bool:
+        return self._reports.get(reports.incarnation) is reports
+
+    @contextmanager
     def read(self) -> Iterator[PointReader]:
         """Return a reader that is told of all changes while the context lasts."""
         reader = PointReader(self)
@@ -70,6 +94,40 @@ class HostPoints:
             yield reader
         finally:
             self._readers.discard(reader)
+
+
+class PoolReports:
+    """Takes in the reports of one worker about its pool."""
+
+    def __init__(self, points: HostPoints) -> None:
+        self.incarnation = ""
+        self._points = points
+
+    def take(self, report: kv.PoolReport) -> None:
+        """Take in a report; raises InvalidRequest for one that cannot be of this stream, or with too many points."""
+        stored, evicted = _keys(report.stored), _keys(report.evicted)
+        if not self.incarnation:
+            if not report.is_whole or not 0 < len(report.incarnation) <= _MAX_INCARNATION:
+                raise InvalidRequest("the first report of a pool names its worker and is whole", field="incarnation")
+            self.incarnation = report.incarnation
+            self._points.begin(self)
+        if report.incarnation != self.incarnation:
+            raise InvalidRequest("the reports of one stream are of one worker", field="incarnation")
+        if not self._points.is_latest(self):
+            raise StaleIncarnation("another stream reports this pool now", field="incarnation")
+        known = self._points.points_of(self.incarnation)
+        if report.is_whole:
+            whole = set(stored)
+            evicted = [key for key in known if key not in whole]
+        if len(known) + len(stored) - len(evicted) > _MAX_POINTS_OF_POOL:
+            raise InvalidRequest(f"a pool has at most {_MAX_POINTS_OF_POOL:,} sample points here", field="stored")
+        self._points.change(self.incarnation, stored, evicted)
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    if len(packed) % NUM_KEY_BYTES:
+        raise InvalidRequest(f"{len(packed)} bytes are no keys of {NUM_KEY_BYTES} bytes", field="stored")
+    return [packed[start : start + NUM_KEY_BYTES] for start in range(0, len(packed), NUM_KEY_BYTES)]
 
 
 class PointReader:

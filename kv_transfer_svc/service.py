@@ -226,6 +226,15 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
                 await asyncio.sleep(_EVENT_SECONDS)
                 await changed.wait()
 
+    async def ReportPool(
+        self, requests: AsyncIterator[kv.PoolReport], context: Any
+    ) -> AsyncIterator[kv.PoolReportReply]:
+        with self.points.reported() as pool:
+            async for report in requests:
+                pool.take(report)
+                if report.is_whole:
+                    yield kv.PoolReportReply()
+
     async def ReadBlocks(self, request: kv.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         if self.host_cache is None:
             return

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer_svc import host_points
 from kv_transfer_svc.disk import DiskTier
 from kv_transfer_svc.host_points import HostPoints
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_engine.scheduling.sample_points import is_sample_point
-from tandem_runtime.errors import PermissionDenied
+from tandem_runtime.errors import InvalidRequest, PermissionDenied, StaleIncarnation
 from tandem_runtime.kv.client import KvClient
 from tests.certificates import Authority
 from tests.kv_transfer_svc.host import a_client, running_host, running_writer, until
@@ -203,3 +204,76 @@ def test_a_reader_that_is_too_slow_gets_everything_again_in_parts() -> None:
             seen.take(batch)
         assert seen.places == {"": set(), "w": {a_key(number) for number in range(1, 250_000)}}
         assert seen.numbers == list(range(7))
+
+
+# --------------------------------------------------------------------------------------------- reports of workers
+
+
+def a_report(*keys: int, evicted: Sequence[int] = (), name: str = "w", is_whole: bool = False) -> kv.PoolReport:
+    return kv.PoolReport(
+        incarnation=name,
+        is_whole=is_whole,
+        stored=b"".join(map(a_key, keys)),
+        evicted=b"".join(map(a_key, evicted)),
+    )
+
+
+async def test_a_pool_is_known_while_its_worker_reports_it(tmp_path: Path) -> None:
+    reports: asyncio.Queue[kv.PoolReport] = asyncio.Queue()
+
+    async def stream() -> AsyncIterator[kv.PoolReport]:
+        while True:
+            yield await reports.get()
+
+    async with running_host(tmp_path) as host, a_client(host) as worker, a_client(host) as gateway:
+        reporting = asyncio.create_task(worker.report_pool(stream()))
+        async with reading(gateway) as seen:
+            reports.put_nowait(a_report(1, 2, is_whole=True))
+            await until(lambda: seen.places.get("w") == {a_key(1), a_key(2)})
+            reports.put_nowait(a_report(3, evicted=[1]))
+            await until(lambda: seen.places.get("w") == {a_key(2), a_key(3)})
+            reporting.cancel()
+            await until(lambda: seen.places == {"": set()})
+
+
+def test_a_second_stream_of_a_worker_replaces_what_the_first_has_told() -> None:
+    host = HostPoints()
+    with host.reported() as second:
+        with host.reported() as first:
+            first.take(a_report(1, 2, is_whole=True))
+            second.take(a_report(2, 3, is_whole=True))
+            assert set(host.points_of("w")) == {a_key(2), a_key(3)}
+            with pytest.raises(StaleIncarnation):
+                first.take(a_report(4))
+        assert set(host.points_of("w")) == {a_key(2), a_key(3)}  # the first stream has ended, the second has not
+    assert dict(host.items()) == {"": set()}
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [a_report(1)],
+        [a_report(1, is_whole=True, name="")],
+        [a_report(1, is_whole=True, name="w" * 200)],
+        [a_report(1, is_whole=True), a_report(2, name="other")],
+        [kv.PoolReport(incarnation="w", is_whole=True, stored=b"seven b")],
+    ],
+    ids=["not whole", "the store's name", "a long name", "another worker", "no key"],
+)
+def test_a_report_that_no_worker_sends_is_refused(reports: Sequence[kv.PoolReport]) -> None:
+    host = HostPoints()
+    with host.reported() as pool, pytest.raises(InvalidRequest):
+        for report in reports:
+            pool.take(report)
+    assert dict(host.items()) == {"": set()}
+
+
+def test_a_pool_has_at_most_a_million_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_points, "_MAX_POINTS_OF_POOL", 3)
+    host = HostPoints()
+    with host.reported() as pool:
+        pool.take(a_report(1, 2, is_whole=True))
+        pool.take(a_report(3))
+        with pytest.raises(InvalidRequest, match="at most 3"):
+            pool.take(a_report(4))
+        pool.take(a_report(4, evicted=[1]))

@@ -111,3 +111,20 @@ def test_without_a_hash_root_nothing_is_loaded_or_told() -> None:
     assert harness.runner.imported == []
     assert done.filled == []
     harness.assert_nothing_is_left()
+
+
+def test_steps_tell_which_sample_points_the_pool_has_and_no_longer_has() -> None:
+    harness, prompt = EngineHarness(num_blocks=13), list(range(40))
+    chain = [bytes.fromhex(each) for each in _hashes(prompt)]
+    # 1. Blocks of four tokens: those that end at 16 and 32 tokens.
+    harness.add("a", prompt, root=ROOT, max_tokens=1)
+    first, second = harness.step().points, harness.step().points
+    assert first is not None and second is None
+    assert (first.stored, first.evicted) == (chain[3][:8] + chain[7][:8], b"")
+    # 2. Another prompt needs some of the blocks: the end of the chain goes first.
+    harness.add("b", list(range(1000, 1027)), root=ROOT, max_tokens=1)
+    points = harness.step().points
+    other = [bytes.fromhex(each) for each in _hashes(list(range(1000, 1027)))]
+    assert points is not None
+    assert (points.stored, points.evicted) == (other[3][:8], chain[7][:8])
+    harness.assert_nothing_is_left()

@@ -878,6 +878,48 @@ class PlaceEvents(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class PoolReport(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    IS_WHOLE_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """of the worker; equal in all messages of a stream"""
+    is_whole: builtins.bool
+    """stored has all points; the first message of a stream"""
+    stored: builtins.bytes
+    """keys, as in PlaceEvents"""
+    evicted: builtins.bytes
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        is_whole: builtins.bool = ...,
+        stored: builtins.bytes = ...,
+        evicted: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["evicted", b"evicted", "incarnation", b"incarnation", "is_whole", b"is_whole", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PoolReportReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class OwnRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

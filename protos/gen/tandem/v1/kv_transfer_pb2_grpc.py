@@ -106,6 +106,11 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.FromString,
                 _registered_method=True)
+        self.ReportPool = channel.stream_stream(
+                '/tandem.v1.KvTransferService/ReportPool',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.FromString,
+                _registered_method=True)
         self.ReadBlocks = channel.unary_stream(
                 '/tandem.v1.KvTransferService/ReadBlocks',
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
@@ -236,6 +241,13 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportPool(self, request_iterator, context):
+        """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadBlocks(self, request, context):
         """Returns the bytes of the longest stored run of blocks, to another host's service.
         """
@@ -342,6 +354,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.BlockEvents,
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.SerializeToString,
+            ),
+            'ReportPool': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReportPool,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.SerializeToString,
             ),
             'ReadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadBlocks,
@@ -747,6 +764,33 @@ class KvTransferService:
             '/tandem.v1.KvTransferService/BlockEvents',
             tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,
             tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportPool(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.KvTransferService/ReportPool',
+            tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,8 @@ class KvTransferServiceStub:
     """Releases the lease of a Load."""
     BlockEvents: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]
     """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    ReportPool: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]
+    """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
@@ -115,6 +117,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Releases the lease of a Load."""
     BlockEvents: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]  # type: ignore[assignment]
     """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    ReportPool: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]  # type: ignore[assignment]
+    """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
@@ -241,6 +245,14 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.BlockEventBatch], _abc.AsyncIterator[_kv_transfer_pb2.BlockEventBatch]]:
         """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+
+    @_abc_1.abstractmethod
+    def ReportPool(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.PoolReport],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PoolReportReply], _abc.AsyncIterator[_kv_transfer_pb2.PoolReportReply]]:
+        """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
 
     @_abc_1.abstractmethod
     def ReadBlocks(

@@ -23,7 +23,7 @@ _MAX_PENDING = 200_000
 _MAX_INCARNATION = 128
 _MAX_POINTS_OF_POOL = 1_000_000
 """More than those of a pool with 250 million tokens."""
-_BYTES_PER_BATCH = 65_536 * NUM_KEY_BYTES
+_BYTES_PER_BATCH = 4_096 * NUM_KEY_BYTES
 """A snapshot of more comes in several messages."""
 
 

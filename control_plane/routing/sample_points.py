@@ -258,12 +258,16 @@ class SamplePointIndex:
         stamps = np.full(len(keys), self._stamp, np.uint32)
         if in_order:
             stamps -= np.arange(len(keys), dtype=np.uint32)
-        for run in [np.arange(len(keys))] if in_order else _without_repeats(keys):  # a chain has no key twice
-            slots = self._slots_for(keys[run])
-            is_kept = self._keys.reshape(-1)[slots] == keys[run]  # of more than fit two buckets, some were dropped
-            slots, run = slots[is_kept], run[is_kept]
-            self._stamps.reshape(-1)[slots] = stamps[run]
-            self._put_first(slots, places[run])
+        if in_order:  # a chain has no key twice
+            slots = self._slots_for(keys)
+        else:
+            different, which = np.unique(keys, return_inverse=True)
+            slots = self._slots_for(different)[which]
+        is_kept = self._keys.reshape(-1)[slots] == keys  # of more than fit two buckets, some were dropped
+        slots, places = slots[is_kept], places[is_kept]
+        self._stamps.reshape(-1)[slots] = stamps[is_kept]
+        for run in self._runs(slots, places):
+            self._put_first(slots[run], places[run])
 
     def _slots_for(self, keys: Keys) -> _Ints:
         """Return a slot for each of these different keys; new ones get an empty slot, or that of the oldest point."""
@@ -298,17 +302,32 @@ class SamplePointIndex:
 
     def _remove(self, keys: Keys, places: _Rows, *, only_unconfirmed: bool = False) -> None:
         """Take a place away from each key; a point without places is gone."""
-        for run in _without_repeats(keys):
-            slots, found = self._look_up(keys[run])
-            slots, of_keys = slots[found], places[run][found]
-            columns = self._columns(of_keys)
-            rows = self._places[slots[:, None], columns]
-            equal = rows == (of_keys | _UNCONFIRMED)[:, None] if only_unconfirmed else (rows & _ID) == of_keys[:, None]
-            at = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
+        different, which = np.unique(keys, return_inverse=True)
+        slots, found = self._look_up(different)
+        slots, places = slots[which][found[which]], places[found[which]]
+        for run in self._runs(slots, places):
+            at, of_keys = slots[run, None], places[run, None]
+            columns = self._columns(places[run])
+            rows = self._places[at, columns]
+            equal = rows == of_keys | _UNCONFIRMED if only_unconfirmed else rows & _ID == of_keys
+            first = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
             shifted = rows[:, [1, 2, 3, 3]]
             shifted[:, 3] = 0
-            self._places[slots[:, None], columns] = np.where(at[:, None] <= _COLUMNS, shifted, rows)
-            self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
+            self._places[at, columns] = np.where(first[:, None] <= _COLUMNS, shifted, rows)
+        self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
+
+    def _runs(self, slots: _Ints, places: _Rows) -> Iterator[_Ints]:
+        """Yield indices until all were yielded; in one run, no slot has two places of a kind."""
+        targets = 2 * slots + self._table.are_hosts(places & _ID)
+        left = np.arange(len(slots))
+        while len(left):
+            _, firsts = np.unique(targets[left], return_index=True)
+            if len(firsts) == len(left):
+                yield left
+                return
+            firsts.sort()
+            yield left[firsts]
+            left = np.delete(left, firsts)
 
     def _columns(self, places: _Rows) -> _Ints:
         """Return the four columns of each place's kind, [num_places, 4]."""
@@ -351,13 +370,3 @@ def _keys_at(block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> K
 
 def _not_zero(keys: Keys) -> Keys:
     return np.where(keys == _EMPTY, _ONE, keys)
-
-
-def _without_repeats(keys: Keys) -> Iterator[_Ints]:
-    """Yield indices of different keys until all were yielded; a key that comes again is of a later run."""
-    left = np.arange(len(keys))
-    while len(left):
-        _, firsts = np.unique(keys[left], return_index=True)
-        run = left[np.sort(firsts)]
-        yield run
-        left = np.delete(left, firsts)

@@ -76,6 +76,7 @@ class SamplePointIndex:
         self._num_buckets = np.uint64(num_buckets)
         self._keys = np.zeros((num_buckets, _WAYS), np.uint64)  # 0: the slot is empty
         self._places = np.zeros((num_buckets * _WAYS, 2 * _NUM_PLACES), np.uint16)  # pools, then stores; 0: none
+        self._pools, self._stores = self._places[:, :_NUM_PLACES], self._places[:, _NUM_PLACES:]
         self._stamps = np.zeros((num_buckets, _WAYS), np.uint32)
         self._stamp = 1
         self._table = PlaceTable()
@@ -158,14 +159,18 @@ class SamplePointIndex:
             return
         keys = _keys_at(block_hashes, positions - first, space)
         is_fresh = self._table.is_reported(incarnation)
-        for place in (self._table.pool(incarnation), self._table.host(host_id) if host_id else 0):
+        slots, is_kept = self._slots_for(keys, in_order=True)
+        for part, place in (
+            (self._pools, self._table.pool(incarnation)),
+            (self._stores, self._table.host(host_id) if host_id else 0),
+        ):
             if not place:
                 continue
             places = np.full(len(keys), place, np.uint16)
             if is_fresh:
                 places[:num_points] |= _UNCONFIRMED
                 self._lessons.append(_Lesson(self._clock() + _FRESH_SECONDS, keys[:num_points], place))
-            self._add(keys, places, in_order=True)
+            _put_first(part, slots[is_kept], places[is_kept])
 
     def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0, space: bytes = b"") -> None:
         """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
@@ -248,29 +253,40 @@ class SamplePointIndex:
         buckets >>= _HALF
         return buckets.view(np.intp)
 
-    def _add(self, keys: Keys, places: _Rows, *, in_order: bool = False) -> None:
-        """Name a place at each key, newest first. `in_order`: of these keys, the last ones are dropped first."""
-        num_stamps = len(keys) if in_order else 1
-        if self._stamp + num_stamps > _MAX_STAMP:  # after days: halves all ages
-            self._stamps >>= np.uint32(1)
-            self._stamp >>= 1
-        self._stamp += num_stamps
-        stamps = np.full(len(keys), self._stamp, np.uint32)
-        if in_order:
-            stamps -= np.arange(len(keys), dtype=np.uint32)
-        if in_order:  # a chain has no key twice
-            slots = self._slots_for(keys)
-        else:
-            different, which = np.unique(keys, return_inverse=True)
-            slots = self._slots_for(different)[which]
-        is_kept = self._keys.reshape(-1)[slots] == keys  # of more than fit two buckets, some were dropped
-        slots, places = slots[is_kept], places[is_kept]
-        self._stamps.reshape(-1)[slots] = stamps[is_kept]
-        for run in self._runs(slots, places):
-            self._put_first(slots[run], places[run])
+    def _add(self, keys: Keys, places: _Rows) -> None:
+        """Name a place at each key, newest first."""
+        different, which = np.unique(keys, return_inverse=True)
+        slots, is_kept = self._slots_for(different)
+        slots, is_kept = slots[which], is_kept[which]
+        for part, of_part, to_name in self._by_kind(slots[is_kept], places[is_kept]):
+            _put_first(part, of_part, to_name)
 
-    def _slots_for(self, keys: Keys) -> _Ints:
-        """Return a slot for each of these different keys; new ones get an empty slot, or that of the oldest point."""
+    def _remove(self, keys: Keys, places: _Rows, *, only_unconfirmed: bool = False) -> None:
+        """Take a place away from each key; a point without places is gone."""
+        different, which = np.unique(keys, return_inverse=True)
+        slots, found = self._look_up(different)
+        slots, places = slots[which][found[which]], places[found[which]]
+        for part, of_part, to_take in self._by_kind(slots, places):
+            _take_away(part, of_part, to_take, only_unconfirmed=only_unconfirmed)
+        self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
+
+    def _by_kind(self, slots: _Ints, places: _Rows) -> Iterator[tuple[_Rows, _Ints, _Rows]]:
+        """Yield the columns of a kind, with slots and places of that kind; a slot comes once at a time."""
+        are_stores = self._table.are_hosts(places & _ID)
+        for part, are_of_kind in ((self._pools, ~are_stores), (self._stores, are_stores)):
+            left = np.flatnonzero(are_of_kind)
+            while len(left):
+                _, firsts = np.unique(slots[left], return_index=True)
+                firsts.sort()
+                yield part, slots[left[firsts]], places[left[firsts]]
+                left = np.delete(left, firsts)
+
+    def _slots_for(self, keys: Keys, *, in_order: bool = False) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        """Return slots for different keys, used now, and whether each key has its slot.
+
+        New ones get an empty slot, or that of the oldest point. Of more keys than fit two buckets, some get none.
+        `in_order`: the last ones are dropped first.
+        """
         slots, found = self._look_up(keys)
         while not found.all():
             new = np.flatnonzero(~found)
@@ -286,52 +302,40 @@ class SamplePointIndex:
             self._stamps.reshape(-1)[taken] = _MAX_STAMP  # not the oldest while this call lasts
             slots[new[winners]] = taken
             found[new[winners]] = True
-        return slots
+        is_kept = self._keys.reshape(-1)[slots] == keys
+        self._stamps.reshape(-1)[slots[is_kept]] = self._new_stamps(len(keys), in_order)[is_kept]
+        return slots, is_kept
 
-    def _put_first(self, slots: _Ints, places: _Rows) -> None:
-        columns = self._columns(places)
-        rows = self._places[slots[:, None], columns]  # [num_keys, 4]
-        equal = (rows & _ID) == (places & _ID)[:, None]
-        is_there = equal.any(axis=1)
-        at = np.where(is_there, equal.argmax(axis=1), _NUM_PLACES - 1)
-        was = rows[np.arange(len(rows)), at]
-        first = np.where(is_there & (places > _ID), was, places)  # what block events have told stays told
-        moved = rows[:, [0, 0, 1, 2]]
-        moved[:, 0] = first
-        self._places[slots[:, None], columns] = np.where(at[:, None] >= _COLUMNS, moved, rows)
+    def _new_stamps(self, count: int, in_order: bool) -> npt.NDArray[np.uint32]:
+        num_stamps = count if in_order else 1
+        if self._stamp + num_stamps > _MAX_STAMP:  # after days: halves all ages
+            self._stamps >>= np.uint32(1)
+            self._stamp >>= 1
+        self._stamp += num_stamps
+        newest = np.uint32(self._stamp)
+        return newest - np.arange(count, dtype=np.uint32) if in_order else np.full(count, newest)
 
-    def _remove(self, keys: Keys, places: _Rows, *, only_unconfirmed: bool = False) -> None:
-        """Take a place away from each key; a point without places is gone."""
-        different, which = np.unique(keys, return_inverse=True)
-        slots, found = self._look_up(different)
-        slots, places = slots[which][found[which]], places[found[which]]
-        for run in self._runs(slots, places):
-            at, of_keys = slots[run, None], places[run, None]
-            columns = self._columns(places[run])
-            rows = self._places[at, columns]
-            equal = rows == of_keys | _UNCONFIRMED if only_unconfirmed else rows & _ID == of_keys
-            first = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
-            shifted = rows[:, [1, 2, 3, 3]]
-            shifted[:, 3] = 0
-            self._places[at, columns] = np.where(first[:, None] <= _COLUMNS, shifted, rows)
-        self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
 
-    def _runs(self, slots: _Ints, places: _Rows) -> Iterator[_Ints]:
-        """Yield indices until all were yielded; in one run, no slot has two places of a kind."""
-        targets = 2 * slots + self._table.are_hosts(places & _ID)
-        left = np.arange(len(slots))
-        while len(left):
-            _, firsts = np.unique(targets[left], return_index=True)
-            if len(firsts) == len(left):
-                yield left
-                return
-            firsts.sort()
-            yield left[firsts]
-            left = np.delete(left, firsts)
+def _put_first(part: _Rows, slots: _Ints, places: _Rows) -> None:
+    """Put a place first in the row of each slot, all different; `part` has the four columns of a kind."""
+    rows = part[slots]  # [num_slots, 4]
+    equal = (rows & _ID) == (places & _ID)[:, None]
+    is_there = equal.any(axis=1)
+    at = np.where(is_there, equal.argmax(axis=1), _NUM_PLACES - 1)
+    was = rows[np.arange(len(rows)), at]
+    moved = rows[:, [0, 0, 1, 2]]
+    moved[:, 0] = np.where(is_there & (places > _ID), was, places)  # what block events have told stays told
+    part[slots] = np.where(at[:, None] >= _COLUMNS, moved, rows)
 
-    def _columns(self, places: _Rows) -> _Ints:
-        """Return the four columns of each place's kind, [num_places, 4]."""
-        return np.where(self._table.are_hosts(places & _ID)[:, None], _NUM_PLACES + _COLUMNS, _COLUMNS)
+
+def _take_away(part: _Rows, slots: _Ints, places: _Rows, *, only_unconfirmed: bool) -> None:
+    """Take a place out of the row of each slot, all different."""
+    rows = part[slots]
+    equal = rows == (places | _UNCONFIRMED)[:, None] if only_unconfirmed else (rows & _ID) == places[:, None]
+    at = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
+    shifted = rows[:, [1, 2, 3, 3]]
+    shifted[:, 3] = 0
+    part[slots] = np.where(at[:, None] <= _COLUMNS, shifted, rows)
 
 
 def num_sample_points(num_blocks: int) -> int:

@@ -24,6 +24,7 @@ from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
 from control_plane.audit.table_reader import TableReader
+from control_plane.block_events import BlockEventReader
 from control_plane.dispatch import admission_counts
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
@@ -57,8 +58,8 @@ from control_plane.live.feed import LiveFeed
 from control_plane.live.fleet_rows import FleetRows
 from control_plane.readiness import Prober
 from control_plane.request_metrics import RequestMetrics
-from control_plane.routing.prefix_index import PrefixIndex
 from control_plane.routing.router import Router
+from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.secrets import kv_keys, load_secret
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
@@ -128,7 +129,9 @@ class Gateway:
         )
         proofs = ReadinessProofs(self.registry)
         self.health = WorkerHealth(self.registry)
-        prefixes = PrefixIndex(settings.prefix_index_blocks)
+        prefixes = SamplePointIndex(settings.prefix_index_blocks)
+        self._block_events = BlockEventReader(prefixes, incarnation, self.member)
+        self.registry.listen(self._block_events.changed)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         admission_counts.export(self.dispatcher.queue.counts)
@@ -279,6 +282,7 @@ class Gateway:
         await self._links.close()
         await self._encoder_clients.close()
         await self._kv_clients.close()
+        await self._block_events.close()
         await grpc_server.stop(grace_seconds=1.0)
         await self.metrics.stop()
         for task in ended:

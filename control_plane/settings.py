@@ -178,7 +178,7 @@ class ControlPlaneSettings(HandleSettings):
         "auto: the decode worker computes a prompt itself if that is predicted to cost less than a hand-over; "
         "never: if there is a prefill worker, it computes every prompt",
     )
-    prefix_index_blocks: int = setting(1_000_000, "blocks in the router's index of caches; 175 bytes each")
+    prefix_index_blocks: int = setting(10_000_000, "blocks in the router's index of caches; 3.5 bytes each")
     hash_grain: int = setting(
         DEFAULT_GRAIN,
         "tokens per hash of a prompt, the same at all gateways; a worker gets requests only if its block size is a "

@@ -24,7 +24,9 @@ from kv_transfer_svc.blocks.quotas import Quotas
 from kv_transfer_svc.device_region import readable
 from kv_transfer_svc.disk.disk_tier import DiskTier
 from kv_transfer_svc.handle_record import Broadcast
+from kv_transfer_svc.host_points import HostPoints
 from kv_transfer_svc.region_table import LentRegion, RegionTable
+from kv_transfer_svc.stored_points import StoredPoints
 from kv_transfer_svc.transport.source import BlockSource
 from kv_transfer_svc.turn_budget import TurnBudget
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -83,6 +85,9 @@ class HostCache:
         self.disk = disk
         if disk is not None:
             disk.count_in(self.known.disk)
+        self.points = HostPoints()
+        self._stored_points = StoredPoints(self.points, self._is_stored)
+        self.known.memory.on_removed = self.known.disk.on_removed = self._stored_points.on_removed
         self.counters: Counter[str] = Counter()
         self.fetch: FetchBlocks | None = None
         self._num_demotions = self._num_demoted = 0  # begun, ended
@@ -123,6 +128,7 @@ class HostCache:
             num_stored += num_run
             if num_run < len(missing) or None in begun:
                 break  # a block without its predecessor is useless
+        self._stored_points.mark(published.keys, request.first_block, request.tokens_per_block)
         num_refused = len(published.keys) - num_known - num_stored
         return kv.PublishReply(num_stored=num_stored, num_known=num_known, num_refused=num_refused)
 
@@ -154,6 +160,7 @@ class HostCache:
         if num_here < len(keys) and request.source_address and self.fetch is not None:
             num_here += await self._finish(self._fetch(keys, num_here, request))
             reply.num_from_host = num_here - reply.num_from_memory - reply.num_from_disk
+        self._stored_points.mark(keys[:num_here], request.first_block, request.tokens_per_block)
         seconds = min(request.lease_ms / 1000, _MAX_LEASE_SECONDS)
         reply.blocks.extend(await self._lease(keys[:num_here], request.reader_id, seconds))
         self.counters["blocks_loaded"] += len(reply.blocks)
@@ -341,8 +348,12 @@ class HostCache:
     # ---------------------------------------------------------------------------------------------- life cycle
 
     def sweep(self) -> None:
-        """End expired leases; called by the service's timer."""
+        """End expired leases, and report what the store has and no longer has; called by the service's timer."""
         self.blocks.expire(self._clock())
+        self._stored_points.sweep()
+
+    def _is_stored(self, key: BlockKey) -> bool:
+        return bool(self.blocks.find_run([key])) or (self.disk is not None and key in self.disk)
 
     def orphan_bytes(self) -> int:
         return self.blocks.orphan_bytes(self._clock())

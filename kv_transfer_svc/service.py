@@ -15,6 +15,7 @@ from typing import Any
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.handle_record import HandleRecord, handle_name
 from kv_transfer_svc.host_cache import HostCache
+from kv_transfer_svc.host_points import HostPoints
 from kv_transfer_svc.puller import Puller
 from kv_transfer_svc.slab_checks import verify_checksums
 from kv_transfer_svc.store import HandleStore
@@ -45,6 +46,8 @@ from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.kv_handle import HandleState
 
 _LATE_END_SECONDS = 1.0
+_EVENT_SECONDS = 0.25
+"""Between two messages of block events to one reader."""
 
 SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 
@@ -73,6 +76,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         self._handles = HandleVerifier(keys, macs_until)
         self._stats = stats
         self.host_cache = host_cache
+        self.points = host_cache.points if host_cache is not None else HostPoints()
         self._verify_kv = verify_kv
         self._address = ""
         store.regions.add_own(arena.region_id, arena.region)
@@ -212,6 +216,24 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         if self.host_cache is not None:
             self.host_cache.unload(request.reader_id)
         return kv.UnloadReply()
+
+    async def BlockEvents(self, request: kv.BlockEventsRequest, context: Any) -> AsyncIterator[kv.BlockEventBatch]:
+        with self.points.read() as reader:
+            while True:
+                changed = self.points.changed.next()
+                for batch in reader.take():
+                    yield batch
+                await asyncio.sleep(_EVENT_SECONDS)
+                await changed.wait()
+
+    async def ReportPool(
+        self, requests: AsyncIterator[kv.PoolReport], context: Any
+    ) -> AsyncIterator[kv.PoolReportReply]:
+        with self.points.reported() as pool:
+            async for report in requests:
+                pool.take(report)
+                if report.is_whole:
+                    yield kv.PoolReportReply()
 
     async def ReadBlocks(self, request: kv.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         if self.host_cache is None:

@@ -198,4 +198,5 @@ def _ready(
         max_held_slots=0 if cache.slots is not None else max_held_slots(slots.num_slots),
         numa_node=numa_node,
         region_kind=config.kv_region,
+        tells_points=True,
     )

@@ -366,7 +366,8 @@ class EngineCore:
         """Report a step, with the blocks that others can read by now."""
         sealed, filled, stats = self.publisher.take_sealed(), self.publisher.take_filled(), self.scheduler.stats()
         stats.counters.update(self.publisher.state)
-        return StepDone(result.step, result.outputs, sealed, stats, filled, result.admitted)
+        points = self.scheduler.pool.take_points()
+        return StepDone(result.step, result.outputs, sealed, stats, filled, result.admitted, points)
 
     def _sampled(self, flight: _Flight) -> Mapping[str, Sequence[Sampled]] | None:
         """Return the sampled tokens, or None if the step does not count because some requests failed."""

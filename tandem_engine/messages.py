@@ -219,6 +219,8 @@ class Ready(Message, frozen=True):
     slot is used again after ReleaseHeld, or earlier after ReleaseSlabs."""
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
+    tells_points: bool = False
+    """Whether StepDone tells which sample points the pool has."""
 
 
 class Reserved(Message, frozen=True):
@@ -334,6 +336,8 @@ class FilledBlocks(_Part, frozen=True):
     group: int = 0
     region_id: str = ""
     """As in SealedBlocks."""
+    first_block: int = 0
+    """Index of the first block in the request's block table."""
 
 
 class EngineStats(_Part, frozen=True):
@@ -350,6 +354,13 @@ class EngineStats(_Part, frozen=True):
     """Totals since start, by the names in `scheduling.ledger.COUNTERS`; `longest_...` is the longest time."""
 
 
+class PoolPoints(_Part, frozen=True):
+    """Changes of the sample points that the pool has: the first 8 bytes of their keys, one after the other."""
+
+    stored: bytes
+    evicted: bytes
+
+
 class StepDone(Message, frozen=True):
     """What one step did. Also sent when only stats changed (a release, an abort), then without outputs."""
 
@@ -360,6 +371,8 @@ class StepDone(Message, frozen=True):
     filled: list[FilledBlocks] = msgspec.field(default_factory=list)
     admitted: list[str] = msgspec.field(default_factory=list)
     """Requests that left the queue: the blocks in their `AddRequest.prefix` are not needed any more."""
+    points: PoolPoints | None = None
+    """None: nothing has changed."""
 
 
 class RequestAborted(Message, frozen=True):

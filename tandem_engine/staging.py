@@ -330,7 +330,10 @@ class StagedPublisher:
             if start < end:
                 parent = event.hashes[start - 1] if start else event.parent
                 hashes = event.hashes[start:end]
-                self._out_filled.append(replace(event, parent=parent, hashes=hashes, **self._at(run, start, end)))
+                first_block = event.first_block + start
+                self._out_filled.append(
+                    replace(event, parent=parent, hashes=hashes, first_block=first_block, **self._at(run, start, end))
+                )
                 run.num_announced = end
                 for slot in run.slots[start:end]:
                     self.ring.let_go(slot)

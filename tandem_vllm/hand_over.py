@@ -312,7 +312,9 @@ class HandOver:
         parent = shared_key(request, start - 1, self._size).hex() if start else ""
         keys = [shared_key(request, index, self._size).hex() for index in range(start, stop)]
         blocks = list(table[start:stop])
-        self._filled.append(FilledBlocks(request.request_id, parent, keys, blocks, self._stamps(blocks)))
+        self._filled.append(
+            FilledBlocks(request.request_id, parent, keys, blocks, self._stamps(blocks), first_block=start)
+        )
 
     def _stamps(self, blocks: Sequence[int]) -> list[int]:
         return [self._blocks.generations[block] for block in blocks]

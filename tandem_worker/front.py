@@ -198,6 +198,8 @@ class WorkerFront:
         self._offload.on_admitted(done.admitted)
         for filled in done.filled:
             self._offload.on_filled(self._requests.get(filled.request_id), filled)
+        if done.points is not None:
+            self._offload.on_points(done.points)
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)

@@ -2,7 +2,7 @@
 
 A prompt is looked up before the engine receives it; the engine copies the blocks found when the request leaves the
 engine's queue. Blocks that the engine fills are published in the background. Neither waits long for the store: without
-an answer in time, the engine computes the prompt itself.
+an answer in time, the engine computes the prompt itself. What the engine's pool has is reported, for gateways.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tandem_runtime.tracing import record_span
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.kv_link import KvLink, lost_is_unavailable
 from tandem_worker.model_card import kv_layout
+from tandem_worker.pool_reporter import PoolReporter
 from tandem_worker.requests import ActiveRequest
 
 log = get_logger(__name__)
@@ -79,6 +80,8 @@ class _Run:
     group: int
     account_tag: bytes
     parent_hash: bytes
+    first_block: int
+    """In the chain."""
     blocks: tuple[kv.StoredBlock, ...]
 
 
@@ -107,6 +110,7 @@ class KVOffload:
         self._num_unpublished = 0
         self._publishing: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
+        self._reporter = PoolReporter(link, incarnation)
 
     def on_ready(self, ready: messages.Ready) -> None:
         """Take over the layout and the pool of the loaded engine."""
@@ -124,6 +128,12 @@ class KVOffload:
             log.info("blocks_never_published", reason="the pool is in device memory, which the store does not read")
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
+        if ready.tells_points:
+            self._reporter.start()
+
+    def on_points(self, points: messages.PoolPoints) -> None:
+        """Report what a step has changed in the engine's pool."""
+        self._reporter.take(points)
 
     # ------------------------------------------------------------------------------------------------ loading
 
@@ -219,6 +229,8 @@ class KVOffload:
                 source_address=request.submit.prefix_source,
                 source_id=request.submit.prefix_source_id,
                 bytes_per_block=self._bytes_per_block,
+                first_block=first + start,
+                tokens_per_block=self._block_size,
             )
             try:
                 async with asyncio.timeout_at(until):
@@ -289,12 +301,12 @@ class KVOffload:
             )
         ]
         num_public = sum(block.block_hash in whose.public for block in blocks)
-        parent = bytes.fromhex(filled.parent)
+        parent, first = bytes.fromhex(filled.parent), filled.first_block
         for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (whose.account_tag, blocks[num_public:])):
             for start in range(0, len(part), _MAX_BLOCKS_PER_PUBLISH):
                 run = part[start : start + _MAX_BLOCKS_PER_PUBLISH]
-                yield _Run(filled.group, tag, parent, tuple(run))
-                parent = run[-1].block_hash
+                yield _Run(filled.group, tag, parent, first, tuple(run))
+                parent, first = run[-1].block_hash, first + len(run)
 
     def _extent(self, region_id: str, slot: int, generation: int) -> pb.Extent:
         return pb.Extent(
@@ -324,6 +336,8 @@ class KVOffload:
                         blocks=run.blocks,
                         account_tag=run.account_tag,
                         parent_hash=run.parent_hash,
+                        first_block=run.first_block,
+                        tokens_per_block=self._block_size,
                     )
                 )
         except TandemError as error:
@@ -335,6 +349,7 @@ class KVOffload:
     # -------------------------------------------------------------------------------------------------- ending
 
     async def close(self) -> None:
+        await self._reporter.close()
         await self._tasks.cancel()
         self._regions.close()
 

@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Literal
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.routing.prefix_index import CachedPrefix, PrefixIndex, PrefixMatch
+from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
+from control_plane.routing.sample_points import SamplePointIndex
 from tandem.v1 import types_pb2 as pb
 
 HandOver = Literal["if_cheaper", "always", "never"]
@@ -145,7 +146,7 @@ class CostModel:
         self,
         registry: WorkerRegistry,
         in_flight: InFlight,
-        prefixes: PrefixIndex,
+        prefixes: SamplePointIndex,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry

@@ -25,7 +25,8 @@ from control_plane.routing.cost_model import (
     step_ms,
 )
 from control_plane.routing.groups import TIE, Group, free_capacities, groups_of, index_space, preferred
-from control_plane.routing.prefix_index import PrefixIndex, PrefixMatch
+from control_plane.routing.prefix_index import PrefixMatch
+from control_plane.routing.sample_points import SamplePointIndex
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
@@ -95,7 +96,7 @@ class Router:
         self,
         registry: WorkerRegistry,
         local_prefill: Literal["auto", "never"] = "auto",
-        prefixes: PrefixIndex | None = None,
+        prefixes: SamplePointIndex | None = None,
         rng: random.Random | None = None,
         health: WorkerHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,7 +108,7 @@ class Router:
         self.in_flight = InFlight()
         self.affinity = SessionAffinity()
         self.health = health or WorkerHealth(registry)
-        self.prefixes = prefixes or PrefixIndex()
+        self.prefixes = prefixes or SamplePointIndex()
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:

@@ -13,7 +13,9 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 
+from tandem_engine.messages import PoolPoints
 from tandem_engine.scheduling.block_hash import BlockHash
+from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
 
 
 class BlockPool:
@@ -37,6 +39,10 @@ class BlockPool:
         self._num_counted = 0
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._found: dict[BlockHash, int] = {}
+        self._points: set[int] = set()
+        """The registered blocks that are sample points of their chains."""
+        self._changed_points: dict[bytes, bool] = {}
+        """By point, since the last `take_points`: whether the pool has it now."""
 
     @property
     def num_free(self) -> int:
@@ -124,6 +130,21 @@ class BlockPool:
             self._found[block_hash] = block
             self._hashes[block] = block_hash
 
+    def mark_point(self, block: int) -> None:
+        """Note that a block which was just registered is a sample point of its chain, of which others are told."""
+        block_hash = self._hashes[block]
+        if block_hash is not None and block not in self._points:  # else another block has this content
+            self._points.add(block)
+            self._point_changed(block_hash, is_stored=True)
+
+    def take_points(self) -> PoolPoints | None:
+        """Return, once, which sample points the pool has and no longer has since the last call; None: the same."""
+        if not self._changed_points:
+            return None
+        changes, self._changed_points = self._changed_points, {}
+        stored = b"".join(key for key, is_stored in changes.items() if is_stored)
+        return PoolPoints(stored, b"".join(key for key, is_stored in changes.items() if not is_stored))
+
     def hold(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a hold, counted separately; `free(..., held=True)` ends it."""
         for block in blocks:
@@ -146,6 +167,7 @@ class BlockPool:
         assert sorted([*self._free, *self._cached, *used]) == list(range(self.num_blocks)), "a block is in two states"
         assert all(self._hashes[block] is None for block in self._free), "a free block has a hash"
         assert all(self._hashes[block] is not None for block in self._cached), "a cached block has no hash"
+        assert all(self._hashes[block] is not None for block in self._points), "a sample point has no hash"
         assert {h: b for b, h in enumerate(self._hashes) if h is not None} == self._found, "hashes do not match"
         assert self._num_held == sum(map(self._is_only_held, used)), "held blocks are miscounted"
         assert self._num_counted == self._counted.total(), "claims are miscounted"
@@ -164,7 +186,15 @@ class BlockPool:
         assert block_hash is not None, f"cached block {block} has no hash"
         del self._found[block_hash]
         self._hashes[block] = None
+        if block in self._points:
+            self._points.discard(block)
+            self._point_changed(block_hash, is_stored=False)
         return block
+
+    def _point_changed(self, block_hash: BlockHash, *, is_stored: bool) -> None:
+        key = block_hash[:NUM_KEY_BYTES]
+        if self._changed_points.pop(key, is_stored) == is_stored:  # else it is as it was at the last `take_points`
+            self._changed_points[key] = is_stored
 
     def _put_back(self, block: int) -> None:
         if self._hashes[block] is None:

@@ -21,6 +21,7 @@ from tandem_engine.messages import ExtentRef, FilledBlocks
 from tandem_engine.scheduling.block_hash import BlockHash
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.request import Request
+from tandem_engine.scheduling.sample_points import is_sample_point
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.window_groups import WindowGroups, WindowPlan, blocks_of
 
@@ -156,6 +157,8 @@ class KVCacheManager:
         for index in range(first, self._full_blocks(request.num_computed_tokens, request.max_left_blocks)):
             block_hash = self._hash(request, index)
             self.pool.register(request.block_table[index], block_hash)
+            if is_sample_point((index + 1) * self.pool.block_size):
+                self.pool.mark_point(request.block_table[index])
             if index >= max(request.num_dropped_blocks, request.first_whole_block):
                 for group, table in enumerate(request.window_tables, 1):
                     self.pool.register(table[index], self.groups.key(block_hash, group))
@@ -177,6 +180,7 @@ class KVCacheManager:
                         slots,
                         [self.pool.generations[slot] for slot in slots],
                         group=group,
+                        first_block=first,
                     )
                 )
         return filled

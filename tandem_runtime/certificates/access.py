@@ -78,6 +78,8 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.KvTransferService/Publish": _only("prefill", "decode", "encode"),
     "/tandem.v1.KvTransferService/Load": _only("prefill", "decode"),
     "/tandem.v1.KvTransferService/Unload": _only("prefill", "decode"),
+    "/tandem.v1.KvTransferService/BlockEvents": _only("gateway"),
+    "/tandem.v1.KvTransferService/ReportPool": _only("prefill", "decode"),
     "/tandem.v1.KvTransferService/ReadBlocks": _only("kv"),
     "/tandem.v1.KvTransferService/OpenLink": _only("kv"),
     "/tandem.v1.KvTransferService/Probe": _only("kv"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import chain, repeat
 from typing import TypeVar
@@ -225,6 +225,26 @@ class KvClient:
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
         """Publish full blocks of a lent region; returns once the service has copied the blocks that it wants."""
         return await self._call(self._stub.Publish, request)
+
+    async def report_pool(self, reports: AsyncIterator[kv.PoolReport]) -> None:
+        """Report the points of this worker's pool until the service goes away: raises Unavailable then.
+
+        Raises Unsupported from services of releases without such reports.
+        """
+        async with aclosing(messages_of(self._stub.ReportPool(reports))) as replies:
+            async for _ in replies:
+                pass
+        raise Unavailable(f"the KV service at {self.address} ended a report of a pool")
+
+    async def block_events(self) -> AsyncGenerator[kv.BlockEventBatch, None]:
+        """Yield what the host's store and the pools of its workers have: first all, then changes.
+
+        Raises Unavailable when the service goes away, Unsupported from services of releases without block events.
+        """
+        async with aclosing(messages_of(self._stub.BlockEvents(kv.BlockEventsRequest()))) as batches:
+            async for batch in batches:
+                yield batch
+        raise Unavailable(f"the KV service at {self.address} ended its block events")
 
     async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
         """Copy the leading blocks that another host's store has, and return their checksums, verified here.

@@ -8,6 +8,7 @@ did not have the block a moment ago; the worker then saves the call, which would
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from tandem_runtime.kv.shared_region import SharedRegion
 
@@ -22,6 +23,8 @@ class BlockCounters:
 
     def __init__(self, table: memoryview) -> None:
         self._table = table
+        self.on_removed: Callable[[bytes, bytes], None] | None = None
+        """Called with layout digest and hash after a block was counted out, in the thread that counts; owner only."""
 
     def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
         return self._table[_bucket(layout_digest, block_hash)] > 0
@@ -37,6 +40,8 @@ class BlockCounters:
         bucket = _bucket(layout_digest, block_hash)
         if 0 < self._table[bucket] < _FULL:
             self._table[bucket] -= 1
+        if self.on_removed is not None:
+            self.on_removed(layout_digest, block_hash)
 
     def release(self) -> None:
         self._table.release()

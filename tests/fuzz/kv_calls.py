@@ -48,6 +48,8 @@ _METHODS: Sequence[tuple[str, type[Message]]] = (
     ("ReadBlocks", kv.ReadBlocksRequest),
     ("Own", kv.OwnRequest),
     ("OpenLink", kv.OpenLinkRequest),
+    ("BlockEvents", kv.BlockEventsRequest),
+    ("ReportPool", kv.PoolReport),
     ("Tables", tables.TablesRequest),
 )
 
@@ -114,11 +116,16 @@ def _sign(request: Any) -> None:
 
 
 async def _call(service: KvTransferService, name: str, request: Any) -> None:
-    answer = getattr(service, name)(request, _Context())
+    answer = getattr(service, name)(_stream(request) if name == "ReportPool" else request, _Context())
     if isinstance(answer, AsyncIterator):
         await _read_some(answer)
     else:
         await answer
+
+
+async def _stream(request: Any) -> AsyncIterator[Any]:
+    yield request
+    yield request
 
 
 async def _read_some(stream: Any) -> None:

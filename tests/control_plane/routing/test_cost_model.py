@@ -95,6 +95,7 @@ def test_what_the_host_has_is_nearly_as_good_for_every_worker_there() -> None:
 
 def test_the_last_token_is_always_computed() -> None:
     harness = pair()
+    harness.learn("pa", 99)
     harness.learn("pa", 100)
     request = RoutingRequest("m", 100 * BLOCK, 64, CHAIN, BLOCK)
     assert harness.prefill_of(request)[1].describe()["cached_own_tokens"] == 99 * BLOCK

@@ -142,3 +142,38 @@ def test_a_shared_block_with_a_claim_costs_a_spare_one_until_either_gives_it_bac
     assert (pool.num_available, pool.num_spare) == (3, 3)
     pool.free([block])
     pool.check()
+
+
+def points(pool: BlockPool) -> tuple[bytes, bytes] | None:
+    taken = pool.take_points()
+    return None if taken is None else (taken.stored, taken.evicted)
+
+
+def test_sample_points_are_told_once_and_again_when_they_are_evicted() -> None:
+    pool = BlockPool(3, 16)
+    pool.allocate(2)
+    for block, block_hash in enumerate((A, B)):
+        pool.register(block, block_hash)
+    # 1. Only what is marked is told, once.
+    pool.mark_point(0)
+    pool.mark_point(0)
+    assert points(pool) == (A[:8], b"")
+    assert points(pool) is None
+    # 2. A block whose content another block has already is no point of its own.
+    pool.allocate(1)
+    pool.register(2, A)
+    pool.mark_point(2)
+    assert points(pool) is None
+    # 3. Cached, it is still there; evicted, it is not.
+    pool.free([0, 1, 2])
+    pool.check()
+    assert points(pool) is None
+    assert pool.allocate(3) == [0, 1, 2]
+    assert points(pool) == (b"", A[:8])
+    # 4. What comes and goes between two calls is not told.
+    pool.register(0, C)
+    pool.mark_point(0)
+    pool.free([0, 1, 2])
+    pool.allocate(3)
+    assert points(pool) is None
+    pool.check()

@@ -97,7 +97,7 @@ def test_computed_blocks_are_told_once_with_their_hashes_and_answers_too() -> No
     assert harness.step().filled == [FilledBlocks("a", "", _hashes(PROMPT), [0, 1, 2], [1, 1, 1])]
     # 2. The block that the answer fills, once its last token is computed.
     filled = [block for _ in range(3) for block in harness.step().filled]
-    assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1])]
+    assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1], first_block=3)]
     # 3. Cached and loaded blocks are not reported again.
     harness.add("b", PROMPT, root=ROOT, max_tokens=1)
     assert harness.step().filled == []
@@ -110,4 +110,21 @@ def test_without_a_hash_root_nothing_is_loaded_or_told() -> None:
     done = harness.step()
     assert harness.runner.imported == []
     assert done.filled == []
+    harness.assert_nothing_is_left()
+
+
+def test_steps_tell_which_sample_points_the_pool_has_and_no_longer_has() -> None:
+    harness, prompt = EngineHarness(num_blocks=13), list(range(40))
+    chain = [bytes.fromhex(each) for each in _hashes(prompt)]
+    # 1. Blocks of four tokens: those that end at 16 and 32 tokens.
+    harness.add("a", prompt, root=ROOT, max_tokens=1)
+    first, second = harness.step().points, harness.step().points
+    assert first is not None and second is None
+    assert (first.stored, first.evicted) == (chain[3][:8] + chain[7][:8], b"")
+    # 2. Another prompt needs some of the blocks: the end of the chain goes first.
+    harness.add("b", list(range(1000, 1027)), root=ROOT, max_tokens=1)
+    points = harness.step().points
+    other = [bytes.fromhex(each) for each in _hashes(list(range(1000, 1027)))]
+    assert points is not None
+    assert (points.stored, points.evicted) == (other[3][:8], chain[7][:8])
     harness.assert_nothing_is_left()

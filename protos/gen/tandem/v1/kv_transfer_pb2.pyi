@@ -598,6 +598,8 @@ class PublishRequest(message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     ACCOUNT_TAG_FIELD_NUMBER: builtins.int
     PARENT_HASH_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """of the worker that owns the region"""
     layout_digest: builtins.bytes
@@ -606,6 +608,10 @@ class PublishRequest(message.Message):
     """the account whose quota the blocks count towards"""
     parent_hash: builtins.bytes
     """of the block before the first one; empty: the first block starts a prompt"""
+    first_block: builtins.int
+    """the first block's place in its chain, from 0"""
+    tokens_per_block: builtins.int
+    """0: first_block is not stated, as by workers of release 0.2"""
     @builtins.property
     def blocks(self) -> containers.RepeatedCompositeFieldContainer[StoredBlock]:
         """of one region, in chain order"""
@@ -619,10 +625,12 @@ class PublishRequest(message.Message):
         blocks: abc.Iterable[StoredBlock] | None = ...,
         account_tag: builtins.bytes = ...,
         parent_hash: builtins.bytes = ...,
+        first_block: builtins.int = ...,
+        tokens_per_block: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["account_tag", b"account_tag", "blocks", b"blocks", "group", b"group", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "parent_hash", b"parent_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["account_tag", b"account_tag", "blocks", b"blocks", "first_block", b"first_block", "group", b"group", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "parent_hash", b"parent_hash", "tokens_per_block", b"tokens_per_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,6 +671,8 @@ class LoadRequest(message.Message):
     SOURCE_ADDRESS_FIELD_NUMBER: builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
     SOURCE_ID_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     layout_digest: builtins.bytes
     group: builtins.int
     reader_id: builtins.str
@@ -674,6 +684,10 @@ class LoadRequest(message.Message):
     bytes_per_block: builtins.int
     source_id: builtins.str
     """id in the certificate of the KV service at source_address"""
+    first_block: builtins.int
+    """as in PublishRequest"""
+    tokens_per_block: builtins.int
+    """as in PublishRequest"""
     @builtins.property
     def block_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """a chain, from the prompt's first block on"""
@@ -690,10 +704,12 @@ class LoadRequest(message.Message):
         source_address: builtins.str = ...,
         bytes_per_block: builtins.int = ...,
         source_id: builtins.str = ...,
+        first_block: builtins.int = ...,
+        tokens_per_block: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "source_address", b"source_address", "source_id", b"source_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "first_block", b"first_block", "group", b"group", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "source_address", b"source_address", "source_id", b"source_id", "tokens_per_block", b"tokens_per_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -782,6 +798,124 @@ class ReadBlocksRequest(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class BlockEventsRequest(message.Message):
+    """A sample point is a block that ends 16, 32, 64 or 128 tokens after the beginning of its chain, or a multiple of 256.
+    It is named by the first 8 bytes of its key. Whoever has it has the chain up to there.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class BlockEventBatch(message.Message):
+    """Sent at most four times a second, except for the parts of a snapshot."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """grows by one from message to message of a stream, from 0"""
+    is_snapshot: builtins.bool
+    """forget all that this service has told before; also sent to a reader that was too slow"""
+    @builtins.property
+    def places(self) -> containers.RepeatedCompositeFieldContainer[PlaceEvents]: ...
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        is_snapshot: builtins.bool = ...,
+        places: abc.Iterable[PlaceEvents] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["is_snapshot", b"is_snapshot", "number", b"number", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PlaceEvents(message.Message):
+    """Changes of one place. A key is in one of both lists at most."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
+    IS_GONE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """the worker of the pool; "": the host's store"""
+    stored: builtins.bytes
+    """keys, 8 bytes each"""
+    evicted: builtins.bytes
+    is_gone: builtins.bool
+    """the pool has ended, or nobody reports it any more"""
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        stored: builtins.bytes = ...,
+        evicted: builtins.bytes = ...,
+        is_gone: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["evicted", b"evicted", "incarnation", b"incarnation", "is_gone", b"is_gone", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PoolReport(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    IS_WHOLE_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """of the worker; equal in all messages of a stream"""
+    is_whole: builtins.bool
+    """stored has all points; the first message of a stream"""
+    stored: builtins.bytes
+    """keys, as in PlaceEvents"""
+    evicted: builtins.bytes
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        is_whole: builtins.bool = ...,
+        stored: builtins.bytes = ...,
+        evicted: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["evicted", b"evicted", "incarnation", b"incarnation", "is_whole", b"is_whole", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PoolReportReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -101,6 +101,16 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.FromString,
                 _registered_method=True)
+        self.BlockEvents = channel.unary_stream(
+                '/tandem.v1.KvTransferService/BlockEvents',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.FromString,
+                _registered_method=True)
+        self.ReportPool = channel.stream_stream(
+                '/tandem.v1.KvTransferService/ReportPool',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.FromString,
+                _registered_method=True)
         self.ReadBlocks = channel.unary_stream(
                 '/tandem.v1.KvTransferService/ReadBlocks',
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
@@ -224,6 +234,20 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BlockEvents(self, request, context):
+        """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportPool(self, request_iterator, context):
+        """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadBlocks(self, request, context):
         """Returns the bytes of the longest stored run of blocks, to another host's service.
         """
@@ -325,6 +349,16 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.SerializeToString,
+            ),
+            'BlockEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.BlockEvents,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.SerializeToString,
+            ),
+            'ReportPool': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReportPool,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.SerializeToString,
             ),
             'ReadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadBlocks,
@@ -703,6 +737,60 @@ class KvTransferService:
             '/tandem.v1.KvTransferService/Unload',
             tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.SerializeToString,
             tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BlockEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/BlockEvents',
+            tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportPool(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.KvTransferService/ReportPool',
+            tandem_dot_v1_dot_kv__transfer__pb2.PoolReport.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.PoolReportReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,10 @@ class KvTransferServiceStub:
     """Lends the blocks of a prompt that are in the store's memory, on its disk or on another host."""
     Unload: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]
     """Releases the lease of a Load."""
+    BlockEvents: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]
+    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    ReportPool: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]
+    """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
@@ -111,6 +115,10 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Lends the blocks of a prompt that are in the store's memory, on its disk or on another host."""
     Unload: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]  # type: ignore[assignment]
     """Releases the lease of a Load."""
+    BlockEvents: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]  # type: ignore[assignment]
+    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    ReportPool: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]  # type: ignore[assignment]
+    """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
@@ -229,6 +237,22 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.UnloadReply, _abc.Awaitable[_kv_transfer_pb2.UnloadReply]]:
         """Releases the lease of a Load."""
+
+    @_abc_1.abstractmethod
+    def BlockEvents(
+        self,
+        request: _kv_transfer_pb2.BlockEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.BlockEventBatch], _abc.AsyncIterator[_kv_transfer_pb2.BlockEventBatch]]:
+        """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+
+    @_abc_1.abstractmethod
+    def ReportPool(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.PoolReport],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PoolReportReply], _abc.AsyncIterator[_kv_transfer_pb2.PoolReportReply]]:
+        """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
 
     @_abc_1.abstractmethod
     def ReadBlocks(

@@ -1,0 +1,1 @@
+"""Measures what block events of a large fleet cost a gateway."""

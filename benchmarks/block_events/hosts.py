@@ -1,0 +1,98 @@
+"""Stands in for the KV services of many hosts: real gRPC servers that tell of pools which change all the time.
+
+    python -m benchmarks.block_events.hosts FIRST COUNT WORKERS PROMPTS
+
+Prints the addresses of the hosts as one JSON line, and changes pools from then on until its input ends. A prompt has
+125 blocks of 16 tokens. Each worker stores a prompt in each quarter of a second, and evicts its oldest one: 500 blocks
+a second each. The host's store does the same with the prompts of all its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+from control_plane.routing.sample_points import num_sample_points
+from kv_transfer_svc.host_points import STORE, HostPoints
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
+from tandem_runtime import log
+from tandem_runtime.server import GrpcServer
+
+BLOCKS_PER_PROMPT = 125
+PROMPTS_PER_SECOND = 4
+POINTS_PER_PROMPT = num_sample_points(BLOCKS_PER_PROMPT)
+_EVENT_SECONDS = 0.25
+
+
+class StandIn(kv_grpc.KvTransferServiceServicer):
+    """One host: the points of its workers and of its store, and the stream of their changes."""
+
+    def __init__(self, number: int, num_workers: int, num_prompts: int) -> None:
+        self._points = HostPoints()
+        self._workers = [f"worker-{number}-{each}" for each in range(num_workers)]
+        self._prompts: dict[str, deque[list[bytes]]] = {name: deque() for name in self._workers}
+        for _ in range(num_prompts):
+            for name in self._workers:
+                self._store(name, _a_prompt())
+
+    async def BlockEvents(self, request: kv.BlockEventsRequest, context: Any) -> AsyncIterator[kv.BlockEventBatch]:
+        with self._points.read() as reader:
+            while True:
+                changed = self._points.changed.next()
+                for batch in reader.take():
+                    yield batch
+                await asyncio.sleep(_EVENT_SECONDS)
+                await changed.wait()
+
+    def change(self) -> None:
+        """Let each worker store a prompt and evict its oldest one."""
+        for name in self._workers:
+            oldest = self._prompts[name].popleft()
+            self._points.change(name, [], oldest)
+            self._points.change(STORE, [], oldest)
+            self._store(name, _a_prompt())
+
+    def _store(self, name: str, keys: list[bytes]) -> None:
+        self._prompts[name].append(keys)
+        self._points.change(name, keys, [])
+        self._points.change(STORE, keys, [])
+
+
+def _a_prompt() -> list[bytes]:
+    drawn = os.urandom(NUM_KEY_BYTES * POINTS_PER_PROMPT)
+    return [drawn[start : start + NUM_KEY_BYTES] for start in range(0, len(drawn), NUM_KEY_BYTES)]
+
+
+async def main(first: int, count: int, num_workers: int, num_prompts: int) -> None:
+    """Serve the hosts until the input ends."""
+    log.configure("tandem-kv", False, level="error")
+    hosts = [StandIn(first + number, num_workers, num_prompts) for number in range(count)]  # type: ignore[abstract]
+    servers = []
+    for host in hosts:
+
+        def add(server: Any, host: StandIn = host) -> None:
+            kv_grpc.add_KvTransferServiceServicer_to_server(host, server)
+
+        servers.append(GrpcServer("127.0.0.1:0", add, []))
+    print(json.dumps([await server.start() for server in servers]), flush=True)
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    loop = asyncio.get_running_loop()
+    begun, num_turns = loop.time(), 0
+    while not ended.done():
+        for number, host in enumerate(hosts):  # spread over the quarter of a second, as hosts are
+            turn = begun + (num_turns + number / count) / PROMPTS_PER_SECOND
+            await asyncio.sleep(max(0.0, turn - loop.time()))
+            host.change()
+        num_turns += 1
+    await asyncio.gather(*(server.stop(0) for server in servers))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(int, sys.argv[1:])))

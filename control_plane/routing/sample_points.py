@@ -1,0 +1,376 @@
+"""Maps sample points of chains of blocks to the pools and stores that have them, in numpy arrays of bounded size.
+
+Sample points are the blocks 1, 2, 4, 8 and 16 of a chain, then each 16th. A block's hash covers all blocks before it,
+so a place that has a sample point has the chain up to there. What a gateway learns from its own requests adds the last
+block of the chain, so that the next turn of a session finds all of it.
+
+    block events of a host    the whole truth about its store and the pools that it tells of
+    this gateway's requests   count for 2 s if block events tell of the worker's pool, else until they age out
+
+A point is 8 bytes of a block's key, up to four pools and four stores, newest first, and a stamp: 28 bytes. A key lies
+in one of two buckets of eight; a full bucket drops its oldest point. Entries may be wrong: a wrong one costs time, and
+never changes an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from control_plane.block_chain import BlockHashes
+from control_plane.routing.place_table import MAX_PLACE_ID, PlaceTable
+from control_plane.routing.prefix_index import PrefixMatch
+from tandem_engine.scheduling.block_hash import NUM_HASH_BYTES
+
+Keys = npt.NDArray[np.uint64]
+_Ints = npt.NDArray[np.intp]
+_Rows = npt.NDArray[np.uint16]
+
+DEFAULT_MAX_BLOCKS = 10_000_000
+_BLOCKS_PER_POINT = 8
+"""A prompt of 2,000 tokens has 12 sample points and an end for its 125 blocks; a longer one has fewer per block."""
+_WAYS = 8
+_NUM_PLACES = 4
+"""Pools of a point, and stores of a point."""
+_FRESH_SECONDS = 2.0
+_UNCONFIRMED = np.uint16(1 << 15)
+"""Marks a place that only this gateway's own request names, while block events will tell."""
+_ID = np.uint16(MAX_PLACE_ID)
+_MAX_STAMP = (1 << 32) - (1 << 24)
+_SPACING = 16
+_COLUMNS = np.arange(_NUM_PLACES)
+_HALF = np.uint64(32)
+_LOW = np.uint64((1 << 32) - 1)
+_EMPTY, _ONE = np.uint64(0), np.uint64(1)
+"""Keys: of an empty slot, and in place of a key that is 0."""
+
+
+class PlaceChanges(NamedTuple):
+    """What a pool (`incarnation`), or the store of a host ("" there), has and no longer has: keys of sample points."""
+
+    incarnation: str
+    host_id: str
+    stored: Keys
+    evicted: Keys
+
+
+class _Lesson(NamedTuple):
+    """What one request taught about a place whose blocks are in block events, until they have told."""
+
+    until: float
+    keys: Keys
+    place: int
+
+
+class SamplePointIndex:
+    """A bounded index from sample points to places. Used on one event loop; nothing in it waits."""
+
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_blocks`: the index has room for a point for each eight of them; 3.5 bytes a block."""
+        num_buckets = max(1, max_blocks // _BLOCKS_PER_POINT // _WAYS)
+        self._num_buckets = np.uint64(num_buckets)
+        self._keys = np.zeros((num_buckets, _WAYS), np.uint64)  # 0: the slot is empty
+        self._places = np.zeros((num_buckets * _WAYS, 2 * _NUM_PLACES), np.uint16)  # pools, then stores; 0: none
+        self._pools, self._stores = self._places[:, :_NUM_PLACES], self._places[:, _NUM_PLACES:]
+        self._stamps = np.zeros((num_buckets, _WAYS), np.uint32)
+        self._stamp = 1
+        self._table = PlaceTable()
+        self._clock = clock
+        self._lessons: deque[_Lesson] = deque()
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._keys))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of a full index. The system gives it page by page, as points are added."""
+        return self._keys.nbytes + self._places.nbytes + self._stamps.nbytes
+
+    # ------------------------------------------------------------------------------------------------------- finding
+
+    def find(self, block_hashes: Sequence[bytes], space: bytes = b"") -> PrefixMatch:
+        """Return how many leading blocks each place has: those up to the last point that names the place."""
+        self._settle()
+        num_points = num_sample_points(len(block_hashes))
+        if not num_points:
+            return PrefixMatch()
+        positions = sample_positions(num_points)
+        slots, found = self._look_up(_keys_at(block_hashes, positions, space))
+        if not found.any():
+            return PrefixMatch()
+        pools, stores = self._deepest(positions[found], self._places[slots[found]])
+        last = int(np.flatnonzero(found)[-1])
+        self._extend(pools, stores, block_hashes, space, int(positions[last]), self._places[slots[last]])
+        return PrefixMatch(pools, stores)
+
+    def _deepest(self, positions: _Ints, rows: _Rows) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the blocks of each place; `rows` [num_points, 8] in chain order."""
+        is_last = np.ones(len(rows), bool)
+        is_last[:-1] = (rows[1:] != rows[:-1]).any(axis=1)  # neighbours mostly have the same places
+        pools: dict[str, int] = {}
+        stores: dict[str, int] = {}
+        for position, row in zip(positions[is_last].tolist(), (rows[is_last] & _ID).tolist(), strict=True):
+            for column, place in enumerate(row):
+                if place and (name := self._table.name(place)):
+                    (pools if column < _NUM_PLACES else stores)[name] = position + 1
+        return pools, stores
+
+    def _extend(
+        self,
+        pools: dict[str, int],
+        stores: dict[str, int],
+        block_hashes: Sequence[bytes],
+        space: bytes,
+        base: int,
+        row: _Rows,
+    ) -> None:
+        """Add the blocks between the last point found, at `base`, and the ends of chains that lie behind it.
+
+        An end counts for a place that has the point before it: block events do not tell of ends.
+        """
+        stop = min(len(block_hashes), int(sample_positions(num_sample_points(base + 1) + 1)[-1]))
+        positions = np.arange(base + 1, stop)
+        if not len(positions):
+            return
+        slots, found = self._look_up(_keys_at(block_hashes, positions, space))
+        known = {*(row & _ID).tolist()}
+        for position, slot in zip(positions[found].tolist(), slots[found].tolist(), strict=True):
+            for column, place in enumerate((self._places[slot] & _ID).tolist()):
+                if place and place in known and (name := self._table.name(place)):
+                    (pools if column < _NUM_PLACES else stores)[name] = position + 1
+
+    # ------------------------------------------------------------------------------------- from this gateway's requests
+
+    def learn(
+        self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0, space: bytes = b""
+    ) -> None:
+        """Record that a worker has these blocks of a chain, whose first one is block `first` of the chain.
+
+        `host_id`: the host whose store has them too, or "". Both count for 2 s, if block events tell of the pool.
+        """
+        self._settle()
+        positions, num_points = _taught(first, first + len(block_hashes))
+        if not len(positions):
+            return
+        keys = _keys_at(block_hashes, positions - first, space)
+        is_fresh = self._table.is_reported(incarnation)
+        slots, is_kept = self._slots_for(keys, in_order=True)
+        for part, place in (
+            (self._pools, self._table.pool(incarnation)),
+            (self._stores, self._table.host(host_id) if host_id else 0),
+        ):
+            if not place:
+                continue
+            places = np.full(len(keys), place, np.uint16)
+            if is_fresh:
+                places[:num_points] |= _UNCONFIRMED
+                self._lessons.append(_Lesson(self._clock() + _FRESH_SECONDS, keys[:num_points], place))
+            _put_first(part, slots[is_kept], places[is_kept])
+
+    def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0, space: bytes = b"") -> None:
+        """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
+        place = self._table.known_host(host_id)
+        end = first + len(block_hashes)
+        positions = np.union1d(_taught(first, end)[0], np.arange(max(first, end - _SPACING), end))
+        if place and len(positions):
+            keys = _keys_at(block_hashes, positions - first, space)
+            self._remove(keys, np.full(len(keys), place, np.uint16))
+
+    def _settle(self) -> None:
+        """Forget what own requests taught 2 s ago and block events have not told since."""
+        now = self._clock()
+        while self._lessons and self._lessons[0].until <= now:
+            lesson = self._lessons.popleft()
+            if self._table.name(lesson.place):
+                self._remove(lesson.keys, np.full(len(lesson.keys), lesson.place, np.uint16), only_unconfirmed=True)
+
+    # ---------------------------------------------------------------------------------------------- from block events
+
+    def report(self, changes: Sequence[PlaceChanges]) -> None:
+        """Take in the changes of several places: first what was evicted, then what was stored."""
+        if not changes:
+            return
+        places = np.array([self._place_of(change) for change in changes], np.uint16)
+        for attribute in ("evicted", "stored"):
+            of_places: list[Keys] = [getattr(change, attribute) for change in changes]
+            of_keys = np.repeat(places, [len(keys) for keys in of_places])
+            keys = _not_zero(np.concatenate(of_places))[of_keys != 0]
+            of_keys = of_keys[of_keys != 0]
+            if attribute == "evicted":
+                self._remove(keys, of_keys)
+            else:
+                self._add(keys, of_keys)
+
+    def _place_of(self, change: PlaceChanges) -> int:
+        if not change.incarnation:
+            return self._table.host(change.host_id)
+        return self._table.reported_pool(change.incarnation, change.host_id)
+
+    def begin_snapshot(self, host_id: str) -> None:
+        """Forget what a host's store and the reported pools of its workers have: all of it comes again."""
+        self._drop(self._table.forget_reported(host_id))
+
+    def stream_ended(self, host_id: str) -> None:
+        """A host's events end: its places stay as they are, and requests teach for good again."""
+        self._table.unreported(host_id)
+
+    def forget_pool(self, incarnation: str) -> None:
+        """A worker is gone, and its pool with it."""
+        self._drop(self._table.forget_pool(incarnation))
+
+    def forget_host(self, host_id: str) -> None:
+        """A host's KV service is gone, and with it its events and its store; pools are the workers'."""
+        self._table.unreported(host_id)
+        self._drop(self._table.forget_host(host_id))
+
+    def _drop(self, num_dead: int) -> None:
+        """Sweep the ids of places that are gone out of the rows, once there are many."""
+        if num_dead >= self._table.max_dead:
+            self._places[...] = self._table.without_dead()[self._places]
+
+    # ---------------------------------------------------------------------------------------------------- the arrays
+
+    def _look_up(self, keys: Keys) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        """Return for each key its slot, and whether the key is there; the slot of an absent key means nothing."""
+        buckets = self._buckets(keys)
+        hits = (self._keys[buckets] == keys[:, None, None]).reshape(len(keys), 2 * _WAYS)  # [num_keys, 2 * 8]
+        way = hits.argmax(axis=1)
+        rows = np.arange(len(keys))
+        slots = buckets[rows, way // _WAYS] * _WAYS + way % _WAYS
+        return slots, hits[rows, way]
+
+    def _buckets(self, keys: Keys) -> _Ints:
+        """Return the two buckets of each key. Keys are digests: any of their bits are as good as others."""
+        buckets = np.empty((len(keys), 2), np.uint64)
+        np.bitwise_and(keys, _LOW, out=buckets[:, 0])
+        np.right_shift(keys, _HALF, out=buckets[:, 1])
+        buckets *= self._num_buckets
+        buckets >>= _HALF
+        return buckets.view(np.intp)
+
+    def _add(self, keys: Keys, places: _Rows) -> None:
+        """Name a place at each key, newest first."""
+        different, which = np.unique(keys, return_inverse=True)
+        slots, is_kept = self._slots_for(different)
+        slots, is_kept = slots[which], is_kept[which]
+        for part, of_part, to_name in self._by_kind(slots[is_kept], places[is_kept]):
+            _put_first(part, of_part, to_name)
+
+    def _remove(self, keys: Keys, places: _Rows, *, only_unconfirmed: bool = False) -> None:
+        """Take a place away from each key; a point without places is gone."""
+        different, which = np.unique(keys, return_inverse=True)
+        slots, found = self._look_up(different)
+        slots, places = slots[which][found[which]], places[found[which]]
+        for part, of_part, to_take in self._by_kind(slots, places):
+            _take_away(part, of_part, to_take, only_unconfirmed=only_unconfirmed)
+        self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
+
+    def _by_kind(self, slots: _Ints, places: _Rows) -> Iterator[tuple[_Rows, _Ints, _Rows]]:
+        """Yield the columns of a kind, with slots and places of that kind; a slot comes once at a time."""
+        are_stores = self._table.are_hosts(places & _ID)
+        for part, are_of_kind in ((self._pools, ~are_stores), (self._stores, are_stores)):
+            left = np.flatnonzero(are_of_kind)
+            while len(left):
+                _, firsts = np.unique(slots[left], return_index=True)
+                firsts.sort()
+                yield part, slots[left[firsts]], places[left[firsts]]
+                left = np.delete(left, firsts)
+
+    def _slots_for(self, keys: Keys, *, in_order: bool = False) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        """Return slots for different keys, used now, and whether each key has its slot.
+
+        New ones get an empty slot, or that of the oldest point. Of more keys than fit two buckets, some get none.
+        `in_order`: the last ones are dropped first.
+        """
+        slots, found = self._look_up(keys)
+        while not found.all():
+            new = np.flatnonzero(~found)
+            buckets = self._buckets(keys[new])
+            is_empty = self._keys[buckets] == _EMPTY  # [num_new, 2, 8]
+            num_used = _WAYS - is_empty.sum(axis=2, keepdims=True)
+            scores = np.where(is_empty, num_used, self._stamps[buckets].astype(np.int64) + _WAYS)
+            best = scores.reshape(len(new), 2 * _WAYS).argmin(axis=1)
+            chosen = buckets[np.arange(len(new)), best // _WAYS] * _WAYS + best % _WAYS
+            taken, winners = np.unique(chosen, return_index=True)  # two keys may want one slot
+            self._keys.reshape(-1)[taken] = keys[new[winners]]
+            self._places[taken] = 0
+            self._stamps.reshape(-1)[taken] = _MAX_STAMP  # not the oldest while this call lasts
+            slots[new[winners]] = taken
+            found[new[winners]] = True
+        is_kept = self._keys.reshape(-1)[slots] == keys
+        self._stamps.reshape(-1)[slots[is_kept]] = self._new_stamps(len(keys), in_order)[is_kept]
+        return slots, is_kept
+
+    def _new_stamps(self, count: int, in_order: bool) -> npt.NDArray[np.uint32]:
+        num_stamps = count if in_order else 1
+        if self._stamp + num_stamps > _MAX_STAMP:  # after days: halves all ages
+            self._stamps >>= np.uint32(1)
+            self._stamp >>= 1
+        self._stamp += num_stamps
+        newest = np.uint32(self._stamp)
+        return newest - np.arange(count, dtype=np.uint32) if in_order else np.full(count, newest)
+
+
+def _put_first(part: _Rows, slots: _Ints, places: _Rows) -> None:
+    """Put a place first in the row of each slot, all different; `part` has the four columns of a kind."""
+    rows = part[slots]  # [num_slots, 4]
+    equal = (rows & _ID) == (places & _ID)[:, None]
+    is_there = equal.any(axis=1)
+    at = np.where(is_there, equal.argmax(axis=1), _NUM_PLACES - 1)
+    was = rows[np.arange(len(rows)), at]
+    moved = rows[:, [0, 0, 1, 2]]
+    moved[:, 0] = np.where(is_there & (places > _ID), was, places)  # what block events have told stays told
+    part[slots] = np.where(at[:, None] >= _COLUMNS, moved, rows)
+
+
+def _take_away(part: _Rows, slots: _Ints, places: _Rows, *, only_unconfirmed: bool) -> None:
+    """Take a place out of the row of each slot, all different."""
+    rows = part[slots]
+    equal = rows == (places | _UNCONFIRMED)[:, None] if only_unconfirmed else (rows & _ID) == places[:, None]
+    at = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
+    shifted = rows[:, [1, 2, 3, 3]]
+    shifted[:, 3] = 0
+    part[slots] = np.where(at[:, None] <= _COLUMNS, shifted, rows)
+
+
+def num_sample_points(num_blocks: int) -> int:
+    """Return how many sample points the first blocks of a chain have."""
+    return num_blocks.bit_length() if num_blocks < _SPACING else 4 + num_blocks // _SPACING
+
+
+def sample_positions(num_points: int) -> _Ints:
+    """Return the positions of a chain's first sample points, from 0."""
+    ends = np.arange(-3, num_points - 3) * _SPACING
+    ends[:5] = (1, 2, 4, 8, 16)[:num_points]
+    return ends - 1
+
+
+def _taught(first: int, end: int) -> tuple[_Ints, int]:
+    """Return the positions that a chain's blocks [first, end) teach, and how many are sample points.
+
+    One more is the last block, unless it is a sample point.
+    """
+    positions = sample_positions(num_sample_points(end))[num_sample_points(first) :]
+    if end > first and (not len(positions) or positions[-1] != end - 1):
+        return np.append(positions, end - 1), len(positions)
+    return positions, len(positions)
+
+
+def _keys_at(block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> Keys:
+    """Return the leading 8 bytes of the keys of some blocks of a chain."""
+    if isinstance(block_hashes, BlockHashes):
+        words = np.frombuffer(block_hashes.packed, "<u8")[:: NUM_HASH_BYTES // 8]
+        hashes = words[positions]
+    else:
+        hashes = np.frombuffer(b"".join([block_hashes[position][:8] for position in positions.tolist()]), "<u8")
+    keys = hashes ^ np.uint64(int.from_bytes(space[:8], "little"))
+    return _not_zero(keys)
+
+
+def _not_zero(keys: Keys) -> Keys:
+    return np.where(keys == _EMPTY, _ONE, keys)

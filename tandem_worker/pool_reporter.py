@@ -1,0 +1,88 @@
+"""Reports which sample points the engine's pool has to the KV service of the host, which tells gateways.
+
+A stream begins with all points; changes follow, at most four times a second. A KV service of a release without such
+reports is not asked again; gateways learn from requests then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_engine import messages
+from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
+from tandem_runtime.errors import TandemError, Unsupported
+from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import pause_seconds, supervised
+from tandem_worker.kv_link import KvLink, lost_is_unavailable
+
+log = get_logger(__name__)
+
+_REPORT_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+class PoolReporter:
+    """Keeps the points of one pool, and one stream to the KV service; every method runs on the event loop."""
+
+    def __init__(self, link: KvLink, incarnation: str) -> None:
+        self._link = link
+        self._incarnation = incarnation
+        self._points: dict[bytes, None] = {}
+        self._pending: dict[bytes, bool] = {}
+        """Since the last report: whether a point is there now."""
+        self._changed = asyncio.Event()
+        self._reporting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to report: the engine is loaded, and will tell of its pool."""
+        loop = supervised("pool-report", self._run, longest_pause_seconds=_LONGEST_PAUSE_SECONDS)
+        self._reporting = asyncio.create_task(loop, name="pool-report")
+
+    def take(self, points: messages.PoolPoints) -> None:
+        """Take in what a step has changed."""
+        for key in _keys(points.evicted):
+            self._points.pop(key, None)
+            self._pending[key] = False
+        for key in _keys(points.stored):
+            self._points[key] = None
+            self._pending[key] = True
+        self._changed.set()
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+
+    async def _run(self) -> None:
+        num_failures = 0
+        while True:
+            client, _ = await self._link.wait_client()
+            try:
+                with lost_is_unavailable():
+                    await client.report_pool(self._reports())
+            except Unsupported:
+                log.info("pool_reports_unsupported", address=client.address)
+                await self._link.wait_gone(client)
+            except TandemError as error:
+                num_failures += 1
+                log.debug("pool_report_interrupted", error=error.message)
+            await asyncio.sleep(pause_seconds(max(1, num_failures), _LONGEST_PAUSE_SECONDS))
+
+    async def _reports(self) -> AsyncIterator[kv.PoolReport]:
+        self._pending.clear()
+        yield kv.PoolReport(incarnation=self._incarnation, is_whole=True, stored=b"".join(self._points))
+        while True:
+            self._changed.clear()
+            if self._pending:
+                pending, self._pending = self._pending, {}
+                stored = b"".join(key for key, is_stored in pending.items() if is_stored)
+                evicted = b"".join(key for key, is_stored in pending.items() if not is_stored)
+                yield kv.PoolReport(incarnation=self._incarnation, stored=stored, evicted=evicted)
+            await asyncio.sleep(_REPORT_SECONDS)
+            await self._changed.wait()
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    return [packed[start : start + NUM_KEY_BYTES] for start in range(0, len(packed), NUM_KEY_BYTES)]

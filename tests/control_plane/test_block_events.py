@@ -1,0 +1,136 @@
+"""A gateway's index follows the block events of real KV services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from control_plane.block_chain import BlockHashes
+from control_plane.block_events import BlockEventReader
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.routing.prefix_index import PrefixMatch
+from control_plane.routing.sample_points import SamplePointIndex
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.server import GrpcServer
+from tests.certificates import Authority
+from tests.kv_transfer_svc.host import Host, running_host, running_writer, until
+from tests.kv_transfer_svc.test_block_events import publish
+from tests.kv_transfer_svc.test_host_cache import chain
+
+CHAIN = BlockHashes(b"".join(chain(40)))
+
+
+def service_info(address: str, worker_id: str, incarnation: str = "kv-life") -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id=worker_id, incarnation=incarnation, role=pb.WORKER_ROLE_KV, host_id="host-a", address=address
+    )
+
+
+READY = pb.LoadReport(state=pb.WORKER_STATE_READY)
+
+
+class Gateway:
+    """A registry, an index and the reader between them."""
+
+    def __init__(self, member: FleetMember | None = None) -> None:
+        self.registry = WorkerRegistry(5.0, 10.0)
+        self.index = SamplePointIndex()
+        self.reader = BlockEventReader(self.index, "gateway-1", member)
+        self.registry.listen(self.reader.changed)
+
+    def find(self) -> PrefixMatch:
+        return self.index.find(CHAIN)
+
+
+@asynccontextmanager
+async def a_gateway(member: FleetMember | None = None) -> AsyncIterator[Gateway]:
+    gateway = Gateway(member)
+    try:
+        yield gateway
+    finally:
+        await gateway.reader.close()
+
+
+async def test_a_gateway_knows_what_a_store_has_and_what_it_evicts(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, running_writer(host) as writer, a_gateway() as gateway:
+        await publish(writer, CHAIN[:34])
+        host.service.sweep()
+        gateway.registry.register(service_info(host.address, "kv-1"), READY)
+        await until(lambda: gateway.find().hosts == {"host-a": 32})
+        host.service.points.change("decode-1", [block_hash[:8] for block_hash in CHAIN[:2]], [])
+        await until(lambda: gateway.find().pools == {"decode-1": 2})
+        host.service.points.change("", [], [block_hash[:8] for block_hash in CHAIN[15:32]])
+        await until(lambda: gateway.find() == PrefixMatch({"decode-1": 2}, {"host-a": 8}))
+        host.service.points.end("decode-1")
+        await until(lambda: gateway.find() == PrefixMatch({}, {"host-a": 8}))
+
+
+async def test_a_restarted_service_and_a_lost_stream_begin_with_a_snapshot(tmp_path: Path) -> None:
+    async with a_gateway() as gateway:
+        async with running_host(tmp_path) as host:
+            host.service.points.change("w", [each[:8] for each in CHAIN[:4]], [])
+            gateway.registry.register(service_info(host.address, "kv-1"), READY)
+            await until(lambda: gateway.find().pools == {"w": 4})
+        # 1. The service is gone; it comes back elsewhere and knows less.
+        async with running_host(tmp_path) as host:
+            host.service.points.change("w", [each[:8] for each in CHAIN[:2]], [])
+            gateway.registry.register(service_info(host.address, "kv-1", "second-life"), READY)
+            await until(lambda: gateway.find().pools == {"w": 2})
+            # 2. A stream that breaks is opened again.
+            num_batches = gateway.reader.num_batches
+            await host.server.stop(0)
+            host.server = GrpcServer(
+                host.address,
+                lambda server: kv_grpc.add_KvTransferServiceServicer_to_server(host.service, server),
+                [],
+            )
+            await host.server.start()
+            host.service.points.change("w", [], [CHAIN[1][:8]])
+            await until(lambda: gateway.find().pools == {"w": 1})
+            assert gateway.reader.num_batches > num_batches
+
+
+async def test_pools_end_with_their_workers_and_stores_with_their_services(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, a_gateway() as gateway:
+        for place in ("", "w"):
+            host.service.points.change(place, [each[:8] for each in CHAIN[:4]], [])
+        worker = pb.WorkerInfo(worker_id="d", incarnation="w", role=pb.WORKER_ROLE_DECODE, host_id="host-a")
+        gateway.registry.register(worker, READY)
+        gateway.registry.register(service_info(host.address, "kv-1"), READY)
+        await until(lambda: gateway.find() == PrefixMatch({"w": 4}, {"host-a": 4}))
+        gateway.registry.deregister("d", "w")
+        assert gateway.find() == PrefixMatch({}, {"host-a": 4})
+        gateway.registry.deregister("kv-1", "kv-life")
+        assert gateway.find() == PrefixMatch()
+
+
+async def test_with_a_service_without_block_events_requests_teach_for_good() -> None:
+    server = GrpcServer("127.0.0.1:0", lambda server: None, [])  # knows none of the methods
+    address = await server.start()
+    async with a_gateway() as gateway:
+        now = [0.0]
+        gateway.index._clock = lambda: now[0]
+        gateway.registry.register(service_info(address, "kv-1"), READY)
+        await until(lambda: not len(gateway.reader._tasks))  # not asked again
+        gateway.index.learn(CHAIN[:8], "w", "host-a")
+        now[0] = 1000.0
+        assert gateway.find() == PrefixMatch({"w": 8}, {"host-a": 8})
+    await server.stop(0)
+
+
+async def test_a_gateway_reads_events_under_certificates_from_the_service_that_registered(tmp_path: Path) -> None:
+    authority = Authority()
+    gateway_member, service, thief = (authority.member(tmp_path, role) for role in ("gateway", "kv", "kv"))
+    async with a_gateway(gateway_member) as gateway, running_host(tmp_path, member=service) as host:
+        points(host)
+        gateway.registry.register(service_info(host.address, thief.identity.id), READY)
+        gateway.registry.register(service_info(host.address, service.identity.id, "true-life"), READY)
+        await until(lambda: gateway.find().pools == {"w": 4})
+        assert gateway.reader.num_batches == 1 + 1
+
+
+def points(host: Host) -> None:
+    host.service.points.change("w", [each[:8] for each in CHAIN[:4]], [])

@@ -143,9 +143,9 @@ def _enter_all(outcome: Outcome, models: Sequence[str]) -> None:
         return sum(int(outcome.figures.get(f"{model}.{name}", 0)) for model in models)
 
     counts = {
-        "greedy answers of vLLM alone": (total("num_answers"), total("num_wrong")),
-        "the same answers, moved": (total("num_moved"), total("num_moved_different")),
-        "one worker's answers, of prefill and decode": (
+        "greedy answers, by vLLM alone": (total("num_answers"), total("num_wrong")),
+        "answers of one engine, moved": (total("num_moved"), total("num_moved_different")),
+        "answers of one engine, by prefill and decode": (
             total("num_handed_over"),
             total("num_handed_over_different"),
         ),

@@ -217,10 +217,15 @@ class CostModel:
         return (there, fetch_ms) if is_sooner else (None, 0.0)
 
     def num_queued(self, worker: Worker) -> int:
-        """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead."""
+        """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead.
+
+        A prefill worker has gone on computing since its report: a report of a second ago says busy of one that idles.
+        """
         num_mine = self._in_flight.prefill_tokens[worker.incarnation]
-        is_prefill = worker.role == pb.WORKER_ROLE_PREFILL
-        return max(num_mine, worker.load.num_tokens_in_flight) if is_prefill else num_mine
+        if worker.role != pb.WORKER_ROLE_PREFILL or worker.load.num_tokens_in_flight <= num_mine:
+            return num_mine
+        num_computed_since = round((self._clock() - worker.last_heartbeat) * self.tokens_per_second(worker))
+        return max(num_mine, worker.load.num_tokens_in_flight - max(0, num_computed_since))
 
     def tokens_per_second(self, worker: Worker) -> float:
         """Return a worker's prefill rate; the mean of its peers before its first prompt."""

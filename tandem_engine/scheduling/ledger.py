@@ -137,7 +137,7 @@ def engine_stats(
     return EngineStats(
         num_running=num_running,
         num_waiting=len(alive) - num_running,
-        num_tokens_in_flight=sum(request.num_tokens for request in alive),
+        num_tokens_in_flight=sum(request.num_tokens_in_flight for request in alive),
         num_total_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,

@@ -138,6 +138,11 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_tokens_in_flight(self) -> int:
+        """What the request adds to the report: a prefill's tokens to compute, the context of what decodes."""
+        return self.num_tokens_to_compute if self.mode == "prefill" else self.num_tokens
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its next run is one token that continues an answer."""
         return self.num_tokens_to_compute == 1 and self.num_computed_tokens > 0

@@ -26,8 +26,9 @@ class Harness:
     """Hosts with a KV service each, their workers at 1,000 prompt tokens per second and 1 MB per block."""
 
     def __init__(self, *hosts: str, local_prefill: Literal["auto", "never"] = "never") -> None:
-        self.registry = WorkerRegistry(3.0, 5.0)
-        self.router = Router(self.registry, local_prefill, rng=FirstChoice())
+        self.now = 0.0
+        self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
+        self.router = Router(self.registry, local_prefill, rng=FirstChoice(), clock=lambda: self.now)
         for host in hosts:
             self.add_kv(host)
 
@@ -219,3 +220,19 @@ def test_nothing_is_known_of_a_prompt_whose_cache_is_nobodys() -> None:
     harness.learn("pb", 50)
     route = harness.prefill_of(RoutingRequest("m", NUM_TOKENS, 64))[1]
     assert route.estimates["pa-1"].cached == CachedPrefix()
+
+
+def test_a_prefill_worker_has_gone_on_since_its_report() -> None:
+    """800 tokens wait by the report; at 1,000 tokens a second half of them are left after 0.4 s."""
+    harness = pair()
+    harness.add("pa", PREFILL, num_tokens_in_flight=800)
+    busy = harness.registry.get("pa")
+    assert busy is not None
+    assert harness.router.costs.num_queued(busy) == 800
+    harness.now = 0.4
+    assert harness.router.costs.num_queued(busy) == 400
+    entry = harness.router.in_flight.add(busy.incarnation, num_prefill_tokens=600)
+    assert harness.router.costs.num_queued(busy) == 600, "what this gateway sent is not done before the worker says so"
+    entry.remove()
+    harness.now = 2.0
+    assert harness.router.costs.num_queued(busy) == 0

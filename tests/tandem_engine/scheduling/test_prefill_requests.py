@@ -141,3 +141,14 @@ def test_a_smaller_chunk_after_a_broken_step_seals_nothing_twice() -> None:
     harness.core.scheduler.seal_written(harness.core.scheduler.schedule())
     assert request.num_sealed_blocks == 3
     assert seal(request, 4, harness.core.scheduler._kv) == [] and request.num_sealed_blocks == 3
+
+
+def test_only_what_is_left_to_compute_counts_as_work() -> None:
+    """Routers take the figure for the queue: a prompt that is found in the cache, or half computed, is not all work."""
+    harness = EngineHarness(64, max_num_batched_tokens=8, max_prefill_tokens_with_decodes=8)
+    harness.add("p", list(range(20)), mode="prefill", max_tokens=1)
+    in_flight = [harness.core.scheduler.stats().num_tokens_in_flight]
+    while harness.core.has_work():
+        harness.step()
+        in_flight.append(harness.core.scheduler.stats().num_tokens_in_flight)
+    assert in_flight[:4] == [20, 12, 4, 0]

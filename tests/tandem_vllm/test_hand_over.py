@@ -202,7 +202,7 @@ def test_a_refused_hand_over_that_is_not_offered_any_more_keeps_nothing_from_any
         assert not offered(world, 26, attempt), "seven blocks and one for the other, of seven"
     world.handle(request("queued", 8, "aggregated", 1))
     assert not world.core.has_work() and world.core.is_held(), "it waits, although seven are free"
-    world.pass_seconds(1.5)
+    world.pass_seconds(2.75)
     world.core.begin_turn()
     assert [output.request_id for output in world.outputs()] == ["queued"]
     assert not world.core.is_held()

@@ -78,6 +78,14 @@ class RequestMetrics:
         self._expected_tokens = Tally(
             meter, "tandem.cache.predicted_tokens", "{token}", "Prompt tokens expected in caches.", "model"
         )
+        self._mispredicted = Tally(
+            meter,
+            "tandem.cache.mispredicted_tokens",
+            "{token}",
+            "Prompt tokens that were expected in caches and not found, or the other way round.",
+            "model",
+            "kind",
+        )
         self._hits = Tally(
             meter, "tandem.cache.hit_tokens", "{token}", "Prompt tokens found in caches.", "model", "tier"
         )
@@ -132,6 +140,13 @@ class RequestMetrics:
         self._hits.add(usage.store_tokens, model, "store")
         self._hits.add(usage.remote_tokens, model, "remote")
 
+    def _compare_cached(self, model: str, num_expected: int, usage: UsageExplanation) -> None:
+        """Count what a request found otherwise than expected; of a prompt that was read to its end."""
+        num_found = usage.pool_tokens + usage.store_tokens + usage.remote_tokens
+        if usage.prompt_tokens and usage.computed_tokens + num_found == usage.prompt_tokens:
+            self._mispredicted.count(max(0, num_expected - num_found), model, "missing")
+            self._mispredicted.count(max(0, num_found - num_expected), model, "unexpected")
+
     def _record_move(self, model: str, move: Move) -> None:
         if move.kind != "hand_over":
             self._migrations.add(1, model, move.why)
@@ -145,7 +160,9 @@ class RequestMetrics:
             return
         self._decisions.add(1, model, route.mode)
         cached = route.chosen_cached_tokens
-        self._expected_tokens.add(cached.own + cached.host + cached.remote, model)
+        expected = cached.own + cached.host + cached.remote
+        self._expected_tokens.add(expected, model)
+        self._compare_cached(model, expected, explanation.usage)
         predicted, actual = predicted_seconds(route), actual_seconds(explanation)
         if predicted > 0 and actual > 0 and not any(move.kind != "hand_over" for move in explanation.moves):
             self._predicted.add(predicted, model)
@@ -183,6 +200,10 @@ class Tally:
         """Add to the series with these values of the labels."""
         if amount:
             self._totals[values] += amount
+
+    def count(self, amount: float, *values: str) -> None:
+        """As `add`; the series is exported from then on, also if it is 0."""
+        self._totals[values] += amount
 
     def _observe(self, options: CallbackOptions) -> Iterator[Observation]:
         for values, total in list(self._totals.items()):

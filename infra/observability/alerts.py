@@ -33,6 +33,11 @@ _PROCESS = "{{ $labels.role }} {{ $labels.worker }} ({{ $labels.instance }})"
 _LAG_SECONDS = 0.05
 _PREDICTION_SECONDS = 0.05
 """The mean of predictions may be wrong by this much: a small model's time is mostly fixed costs."""
+_CACHE_PREDICTIONS = (
+    ("missing", 0.2, "expected in a cache and not found there"),
+    ("unexpected", 0.5, "found in a cache where nobody expected them"),
+)
+"""Prompts that differ between two sample points are found up to 240 tokens longer than expected."""
 _BAD_REASONS = "hw_.*|sw_thermal_slowdown"
 """Of throttling: heat and the power supply. A power cap (`sw_power_cap`) is usual under full load."""
 
@@ -154,6 +159,25 @@ def _capacity(pace: Pace) -> Iterator[Alert]:
         description="The median of actual / predicted time to the first token is {{ $value | humanize }}. "
         "The router then sends requests to workers that are not the fastest.",
     )
+    for kind, share, means in _CACHE_PREDICTIONS:
+        yield Alert(
+            name="TandemCachePrediction",
+            expression=_mispredicted(kind, share, pace),
+            lasts=pace.lasts,
+            severity="warning",
+            summary="The router does not know the caches of {{ $labels.model }}",
+            description=f"{{{{ $value | humanizePercentage }}}} of the prompt tokens were {means}. "
+            "The router then sends requests past the workers that have their prefixes.",
+            labels={"kind": kind},
+        )
+
+
+def _mispredicted(kind: str, share: float, pace: Pace) -> str:
+    """Return the condition: a share of the prompt tokens, for enough requests."""
+    wrong = f'sum by (model) (rate(tandem_cache_mispredicted_tokens_total{{kind="{kind}"}}[{pace.window}]))'
+    prompts = f"sum by (model) (rate(tandem_cache_prompt_tokens_total[{pace.window}]))"
+    decisions = f"sum by (model) (increase(tandem_route_decisions_total[{pace.window}]))"
+    return f"{wrong} / {prompts} > {share:g} and {decisions} >= {pace.min_requests}"
 
 
 def _prediction(pace: Pace) -> str:

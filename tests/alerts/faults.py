@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from unittest import mock
 
+from control_plane.routing.prefix_index import PrefixMatch
 from tests.alerts.scene import Scene, stopped, stuttering
 
 Expected = tuple[str, dict[str, str]]
@@ -31,6 +33,20 @@ async def slow_workers(scene: Scene) -> AsyncIterator[None]:
         yield
     async with scene.traffic():
         await scene.prometheus.is_quiet("TandemTtftBudgetBurn")
+
+
+@asynccontextmanager
+async def wrong_index(scene: Scene) -> AsyncIterator[None]:
+    """The index finds every prompt in every pool, as after evictions that nobody has told of."""
+    gateway = scene.fleet.gateway
+    index = gateway.dispatcher.router.prefixes
+
+    def find(block_hashes: Sequence[bytes], space: bytes = b"") -> PrefixMatch:
+        return PrefixMatch({worker.incarnation: len(block_hashes) for worker in gateway.registry.workers()}, {})
+
+    with mock.patch.object(index, "find", find):
+        async with scene.traffic():
+            yield
 
 
 @asynccontextmanager
@@ -103,6 +119,7 @@ FAULTS = [
         ],
         slow_workers,
     ),
+    Fault("an index that is wrong", [("TandemCachePrediction", {"kind": "missing"})], wrong_index),
     Fault("a stalled loop", [("TandemLoopLag", {"role": "kv"})], stalled_loop),
     Fault(
         "a full queue",

@@ -72,6 +72,17 @@ def _ratios(value: str) -> dict[str, str]:
     }
 
 
+def _caches(kind: str, num_tokens: int) -> dict[str, str]:
+    """Return 10,000 prompt tokens a minute, of which so many are mispredicted for 20 minutes."""
+    return {
+        'tandem_route_decisions_total{model="m", mode="local"}': "0+60x100",
+        'tandem_cache_prompt_tokens_total{model="m"}': "0+10000x100",
+        f'tandem_cache_mispredicted_tokens_total{{model="m", kind="{kind}"}}': (
+            f"0+100x30 3000+{num_tokens}x20 {3000 + 20 * num_tokens}+100x50"
+        ),
+    }
+
+
 _CASES = [
     Case("TandemTtftBudgetBurn", _LATE, [109, 110], [60, 90, 118, 160], 'burn="fast"'),
     Case("TandemTtftBudgetBurn", _LATE, [110, 120], [60, 150, 160], 'burn="slow"'),
@@ -150,6 +161,16 @@ _CASES = [
         [],
         [40, 50],
         id="wrong by milliseconds only",
+    ),
+    Case("TandemCachePrediction", _caches("missing", 2_500), [44, 50], [30, 60], 'kind="missing"', id="not found"),
+    Case("TandemCachePrediction", _caches("unexpected", 2_500), [], [44, 50], id="found between two sample points"),
+    Case("TandemCachePrediction", _caches("unexpected", 6_000), [44, 50], [30, 60], 'kind="unexpected"', id="found"),
+    Case(
+        "TandemCachePrediction",
+        {**_caches("missing", 2_500), 'tandem_route_decisions_total{model="m", mode="local"}': "0+3x100"},
+        [],
+        [40, 50],
+        id="few requests",
     ),
     Case(
         "TandemLoopLag",

@@ -115,11 +115,28 @@ def test_a_finished_request_is_in_every_metric_with_the_numbers_of_its_explanati
     assert found.value("tandem_route_ttft_ratio_sum", **model) == pytest.approx(1.5)
     assert found.value("tandem_cache_prompt_tokens_total", **model) == 100
     assert found.value("tandem_cache_predicted_tokens_total", **model) == 56
+    assert mispredicted(found) == {"missing": 0, "unexpected": 4}
     hits = {labels["tier"]: value for labels, value in found.series("tandem_cache_hit_tokens_total")}
     assert hits == {"pool": 40, "store": 16, "remote": 4}
     assert found.value("tandem_hand_over_size_bytes_total", transport="shm", **model) == 4096
     assert found.value("tandem_hand_over_duration_seconds_sum", transport="shm", **model) == pytest.approx(0.03)
     assert found.series("tandem_refusals_total") == found.series("tandem_migrations_total") == []
+
+
+def mispredicted(found: Scrape) -> dict[str, float]:
+    return {labels["kind"]: value for labels, value in found.series("tandem_cache_mispredicted_tokens_total")}
+
+
+def test_what_is_found_in_caches_is_compared_with_what_the_router_expected_of_each_prompt(
+    recorder: RequestMetrics,
+) -> None:
+    recorder.ended(REQUEST)  # 56 tokens expected, 60 found
+    recorder.ended(replace(REQUEST, usage=UsageExplanation(100, 80, 20, 20, 0, 0, 13)))
+    assert mispredicted(scrape()) == {"missing": 36, "unexpected": 4}
+    # A request that ended before its prompt was read says nothing about caches.
+    recorder.ended(replace(REQUEST, usage=UsageExplanation(100, 0, 0)))
+    recorder.ended(replace(REQUEST, usage=UsageExplanation()))
+    assert mispredicted(scrape()) == {"missing": 36, "unexpected": 4}
 
 
 @pytest.mark.parametrize("order", ["text first", "role first", "not a stream"])

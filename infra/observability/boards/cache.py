@@ -36,6 +36,7 @@ def _prompts() -> RowSpec:
                 "short",
                 (rate("tandem_cache_predicted_tokens_total", MODEL, "model"), "predicted {{model}}"),
                 (rate("tandem_cache_hit_tokens_total", MODEL, "model"), "found {{model}}"),
+                (rate("tandem_cache_mispredicted_tokens_total", MODEL, "model, kind"), "{{kind}} {{model}}"),
             ),
             graph(
                 "Prompt tokens of workers",

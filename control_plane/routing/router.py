@@ -106,7 +106,7 @@ class Router:
         self.in_flight = InFlight()
         self.affinity = SessionAffinity()
         self.health = health or WorkerHealth(registry)
-        self.prefixes = prefixes or SamplePointIndex()
+        self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:

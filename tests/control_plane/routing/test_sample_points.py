@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.block_chain import BlockHashes
+from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
+from control_plane.routing.router import Router
 from control_plane.routing.sample_points import (
     Keys,
     PlaceChanges,
@@ -277,3 +279,8 @@ def test_of_a_long_prompt_only_the_sampled_blocks_are_read() -> None:
     assert chain.num_read == 4 + 94_000 // 16
     assert index.find(chain) == PrefixMatch({"a-1": 94_000}, {"host-a": 94_000})
     assert chain.num_read < 3 * 94_000 // 16
+
+
+def test_a_router_uses_the_index_that_it_is_given_also_while_it_is_empty() -> None:
+    index = SamplePointIndex()
+    assert Router(WorkerRegistry(5.0, 10.0), prefixes=index).prefixes is index

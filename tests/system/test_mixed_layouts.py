@@ -1,18 +1,20 @@
 """Prefill workers of one kind and decode workers of another: the blocks are converted, and no prompt computed twice.
 
-Each test writes the Submits itself, in place of the gateway.
+Each test but the last writes the Submits itself, in place of the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -24,6 +26,8 @@ from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.spaces import model_identity, space_of
 from tests.system.fleet import Fleet, until
+from tests.system.mixed_hardware import NUM_TOKENS as NUM_ROUTED_TOKENS
+from tests.system.mixed_hardware import answered, card, decode_ledger, lost_half_way
 from tests.system.reference import clear_prompt, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -191,3 +195,37 @@ async def test_converted_blocks_are_found_by_the_next_turn_and_only_the_rest_is_
     assert (first.decode.num_cached_tokens, second.decode.num_cached_tokens) == (0, 160)  # five blocks of 32
     assert second.decode.num_bytes_pulled < first.decode.num_bytes_pulled
     await world.fleet.pools_are_full()
+
+
+@pytest.mark.parametrize("world", ["demo"], indirect=True)
+async def test_through_the_gateway_decode_reads_what_another_kind_of_machine_has_computed(world: World) -> None:
+    """The last test with this fleet: it ends the workers that it is not about, and kills one."""
+    fleet, folder = world.fleet, world.folder
+    async with httpx.AsyncClient(base_url=f"{fleet.base_url}/v1/workers", trust_env=False) as http:
+        # 1. Left are prefill with C++ kernels and decode with plain torch: another class, and blocks of another size.
+        ending = [fleet.services.pop(name) for name in ("prefill-torch", "prefill-bf16", "decode-grpc")]
+        for service in ending:
+            service.kill(signal.SIGTERM)
+        assert await asyncio.gather(*(fleet.ended(service) for service in ending)) == [0, 0, 0]
+        assert (await http.post("/decode-cpp/drain")).status_code == 200
+        await until(lambda: (found := fleet.worker("decode-cpp")) is not None and not found.is_usable, 20)
+        await fleet.ready("kv-0", "prefill-cpp", "decode-torch")
+        prefill, decode = card(fleet, "prefill-cpp"), card(fleet, "decode-torch")
+        assert prefill.fingerprint.numerics_class != decode.fingerprint.numerics_class
+        assert (prefill.block_size, decode.block_size) == (16, 32)
+        assert space_of(prefill) == space_of(decode)
+        for length in (20, 33, 64, 100):
+            prompt = clear_prompt(folder, length, NUM_ROUTED_TOKENS)
+            stream, tokens = await answered(fleet, prompt, prefill.model_id)
+            assert tokens == greedy(folder, prompt, NUM_ROUTED_TOKENS)
+            ledger = decode_ledger(stream)
+            assert (ledger.num_computed_tokens, ledger.num_reprefill_tokens) == (0, 0)
+            assert stream.usage.num_computed_tokens == length
+            # The first token is of prefill's class, and the answer says so.
+            (seam,) = stream.state.history.seams
+            assert (seam.before.worker_id, seam.after.worker_id) == ("prefill-cpp", "decode-torch")
+        await fleet.pools_are_full()
+        # 2. A decode worker of prefill's class is back, and one of the two is lost.
+        assert (await http.post("/decode-cpp/resume")).status_code == 200
+        await fleet.ready("decode-cpp")
+    await lost_half_way(fleet, folder, prefill.model_id)

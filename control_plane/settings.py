@@ -156,8 +156,8 @@ class ControlPlaneSettings(HandleSettings):
     )
     queue_seconds: float = setting(
         30.0,
-        "seconds a request waits in the admission queue while every worker of its model is full, then 429; --budgets may "
-        "be shorter",
+        "seconds a request waits in the admission queue while every worker of its model is full, then 429; --budgets "
+        "may be shorter",
     )
     max_waiting: int = setting(512, "requests that may wait for one model; more are refused with 429")
     max_waiting_per_account: int = setting(

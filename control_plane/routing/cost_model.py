@@ -279,9 +279,13 @@ class CostModel:
             )
 
     def handed_over(self, prefill: pb.PhaseLedger, decode: pb.PhaseLedger) -> None:
-        """Take in the ledgers of both halves of a request."""
+        """Take in the ledgers of both halves of a request.
+
+        A decode worker without room refuses, and takes a later Submit: the wait until then is not the hand-over's.
+        """
         if prefill.first_token_ns and decode.transfer_end_ns:
-            took_ms = min(_MAX_HAND_OVER_MS, max(0.0, (decode.transfer_end_ns - prefill.first_token_ns) / 1e6))
+            begun_ns = max(prefill.first_token_ns, decode.submitted_ns)
+            took_ms = min(_MAX_HAND_OVER_MS, max(0.0, (decode.transfer_end_ns - begun_ns) / 1e6))
             self._hand_over_ms = _mixed(self._hand_over_ms, took_ms)
 
     def store_used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:

@@ -168,6 +168,17 @@ def test_the_break_even_follows_the_measured_hand_over() -> None:
     assert route.predicted_ms["local"] == pytest.approx(100)
 
 
+def test_a_hand_over_begins_when_decode_has_taken_the_request() -> None:
+    """It has refused for 900 ms, for want of room; then the cache moved in 100 ms."""
+    harness = pair()
+    for _ in range(60):
+        prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
+        decode = pb.PhaseLedger(submitted_ns=1_900_000_000, transfer_end_ns=2_000_000_000)
+        harness.router.costs.handed_over(prefill, decode)
+    estimate = harness.router.choose(PROMPT).predicted_ms
+    assert estimate["hand_over"] - estimate["prefill"] == pytest.approx(100.0, rel=0.01)
+
+
 def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
     harness = pair(local_prefill="auto")
     assert harness.router.choose(RoutingRequest("m", 12, 64)).prefill is None

@@ -1,0 +1,1 @@
+"""Measures what a routing decision costs a gateway."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from control_plane.audit.checks import KINDS, suspicions
 from control_plane.audit.snapshot import Snapshot
-from control_plane.audit.suspicion import MIN_SIGHTINGS, Finding, Suspicions, orphan_bytes
+from control_plane.audit.suspicion import MIN_SIGHTINGS, Finding, Suspicion, Suspicions, orphan_bytes
 from control_plane.audit.table_reader import ANSWER_SECONDS, TableReader
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
@@ -105,7 +105,8 @@ class Auditor:
             snapshot, unanswered = await self._snapshot()
             patience = self._patience(snapshot)
             gap = patience / _MIN_AUDITS_PER_PATIENCE + ANSWER_SECONDS
-            self._suspicions.update(suspicions(snapshot), snapshot.silent, self._clock(), patience, gap)
+            found = await asyncio.to_thread(_suspicions, snapshot)
+            self._suspicions.update(found, snapshot.silent, self._clock(), patience, gap)
             self.report = AuditReport(
                 findings=tuple(self._suspicions.findings(patience)),
                 num_suspicions=self._suspicions.num_open(patience),
@@ -184,6 +185,11 @@ class Auditor:
             suspicion = self._known[key].suspicion
             log.info("kv_orphan_gone", kind=suspicion.kind, worker=suspicion.service, name=suspicion.name)
         self._known = found
+
+
+def _suspicions(snapshot: Snapshot) -> list[Suspicion]:
+    """Compare all tables, in a thread: a thousand workers have a million rows, and streams run on the loop."""
+    return list(suspicions(snapshot))
 
 
 def _pause(report: AuditReport) -> float:

@@ -56,8 +56,10 @@ class Snapshot:
     is_alone: bool = True
     """Whether this is the only control-plane replica. It does not know the requests of others."""
     _request_ids: frozenset[str] = field(init=False)
+    _by_address: Mapping[str, AuditedService] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_address", {each.worker.info.address: each for each in self.answered.values()})
         object.__setattr__(self, "_request_ids", frozenset(_with_prompt_ids(each[1] for each in self.running)))
 
     def is_here(self, incarnation: str) -> bool:
@@ -66,7 +68,7 @@ class Snapshot:
 
     def at(self, address: str) -> AuditedService | None:
         """Return the service at an address, if it answered."""
-        return next((each for each in self.answered.values() if each.worker.info.address == address), None)
+        return self._by_address.get(address)
 
     def wants(self, request_id: str, deadline_unix_ms: int, now_unix_ms: int) -> bool:
         """Return whether a dispatcher may have this request; another replica may, until the request's deadline."""

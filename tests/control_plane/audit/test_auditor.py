@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from control_plane.audit import auditor as audit_module
 from control_plane.audit import gauges, table_reader
 from control_plane.audit.auditor import Auditor, AuditReport
-from control_plane.audit.checks import KINDS
+from control_plane.audit.checks import KINDS, suspicions
+from control_plane.audit.snapshot import Snapshot
+from control_plane.audit.suspicion import Suspicion
 from control_plane.audit.table_reader import TableReader
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
@@ -151,6 +155,23 @@ async def test_a_bug_in_an_audit_does_not_end_the_audits(monkeypatch: pytest.Mon
         await until(lambda: auditor.report.orphan_bytes == 64)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_loop_goes_on_while_the_tables_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, compares, may_end = WorkerRegistry(3.0, 5.0), threading.Event(), threading.Event()
+
+    def slow(snapshot: Snapshot) -> list[Suspicion]:
+        compares.set()
+        assert may_end.wait(30), "the loop waits for the comparison"
+        return list(suspicions(snapshot))
+
+    monkeypatch.setattr(audit_module, "suspicions", slow)
+    async with scripted_service(registry) as kv, auditing(registry) as auditor:
+        kv.tables.regions.append(region(64))
+        audit = asyncio.create_task(auditor.audit())
+        await until(compares.is_set)
+        may_end.set()
+        assert (await audit).num_suspicions == 1
 
 
 async def test_orphans_and_silence_reach_the_collector() -> None:

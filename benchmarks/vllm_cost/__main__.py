@@ -36,7 +36,7 @@ from benchmarks.vllm_cost.gap import measure_gaps
 from benchmarks.vllm_cost.servers import Server, pin, tandem, vllm_alone
 from tandem_engine.demo import checkpoint_path
 
-_ROUNDS = {1: 6, 8: 5, 32: 4}
+_ROUNDS = {1: 12, 8: 6, 32: 4}
 _NUM_TOKENS = 32
 _NUM_PROMPT_TOKENS = 16
 _MIN_RATIO = 0.95
@@ -46,7 +46,7 @@ _BUILT_IN = "built-in"
 _MODELS = (_BUILT_IN, "0.5b")
 _PARTS = ("adapter", "throughput", "gap")
 _MAX_ADDED_SECONDS = 0.010
-_NUM_GAPS = 20
+_NUM_GAPS = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

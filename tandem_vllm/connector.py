@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from tandem_engine.execution.huge_pages import take_pages
 from tandem_vllm.arrivals import Arrivals
 
 
@@ -47,6 +48,9 @@ class TandemConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.layers = kv_caches
+        for layer in kv_caches.values():
+            if layer.device.type == "cpu":
+                take_pages(layer.data_ptr(), layer.numel() * layer.element_size())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is left to load: `placed` has written it."""

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     python = os.environ.get("TANDEM_VLLM_PYTHON", "")
     if not python:
         raise SystemExit("TANDEM_VLLM_PYTHON must name the interpreter of an environment with vLLM")
+    python = str(Path(python).absolute())  # servers have other folders; a link is kept: it names the environment
 
     async def measure(outcome: Outcome, folder: Path, progress: Progress) -> None:
         models = {name: checkpoint_path() if name == _BUILT_IN else made(folder, "qwen") for name in options.models}

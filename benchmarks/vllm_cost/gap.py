@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 from benchmarks.lib.stats import percentile
-from benchmarks.vllm_cost.servers import Server, pin
+from benchmarks.vllm_cost.servers import Server, pin, pin_threads
 from tests.system.fleet import Fleet, token_request
 
 _NUM_TOKENS = 12
@@ -52,6 +54,8 @@ async def measure_gaps(python: str, model: Path, folder: Path, num_requests: int
         assert worker is not None, "ready"
         for name, core in (("prefill-a", cores[-1]), ("decode-a", cores[0])):
             pin(Server("", name, fleet.services[name].process.pid), core, cores[-1])
+        for pid in (os.getpid(), fleet.services["kv-a"].process.pid):  # the gateway runs in this process
+            pin_threads(psutil.Process(pid), cores[-1])
         model_id = worker.info.card.model_id
         await fleet.handed_over(model_id, "prefill-a", "decode-a")
         for _ in range(num_requests):

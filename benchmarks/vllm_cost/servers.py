@@ -22,6 +22,7 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
 KV_BYTES = 512 << 20
 _START_SECONDS = 240.0
+_END_SECONDS = 20.0
 _ENGINE_NAMES = ("tandem_vllm", "VLLM::Worker")
 """In the command line of the process that computes. `vllm serve` has its scheduler in another one, VLLM::EngineCore."""
 
@@ -40,6 +41,7 @@ async def tandem(python: str, model: Path, folder: Path) -> AsyncIterator[Server
     """Start `tandem up` with a decode worker that has vLLM inside."""
     flags = ("--model", str(model), "--prefill", "0")
     engine = {
+        "TANDEM_CONTROL_BUDGETS": "*=0/0",  # vllm serve has none: 32 streams of a slow model are beyond the defaults
         "TANDEM_VLLM_PYTHON": python,
         "TANDEM_DECODE_ENGINE": "vllm",
         "TANDEM_DECODE_DTYPE": "float32",
@@ -84,9 +86,7 @@ async def vllm_alone(python: str, model: Path, folder: Path) -> AsyncIterator[Se
         await asyncio.wait_for(_answers(process, base_url, log), _START_SECONDS)
         yield Server(base_url, model.name, process.pid)
     finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+        await _ended(process)
 
 
 def pin(server: Server, engine_core: int, other_core: int) -> int:
@@ -96,10 +96,26 @@ def pin(server: Server, engine_core: int, other_core: int) -> int:
     engines = [each.pid for each in processes if any(name in " ".join(each.cmdline()) for name in _ENGINE_NAMES)]
     assert len(engines) == 1, f"engine processes of {server.base_url}: {engines}"
     for process in processes:
-        for thread in process.threads():
-            with suppress(ProcessLookupError):  # a thread that has ended meanwhile
-                os.sched_setaffinity(thread.id, {engine_core if process.pid in engines else other_core})
+        pin_threads(process, engine_core if process.pid in engines else other_core)
     return engines[0]
+
+
+def pin_threads(process: psutil.Process, core: int) -> None:
+    """Pin all threads of a process, and those that they will start."""
+    for thread in process.threads():
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(thread.id, {core})
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """End a server and its engine, which outlives it for a moment: its CPU time would count as that of others."""
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, _END_SECONDS)
+        for each in alive:
+            each.kill()
+    await process.wait()
 
 
 def _tail(log: Path) -> str:

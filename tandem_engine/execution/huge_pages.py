@@ -15,6 +15,7 @@ import weakref
 from functools import cache
 
 HUGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name these two
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -38,6 +39,18 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
     with contextlib.suppress(OSError):  # an older kernel maps pages at their first use
         _advise(address, num_bytes, _MADV_POPULATE_WRITE)
     return memoryview(mapped)
+
+
+def take_pages(address: int, num_bytes: int) -> None:
+    """Take the pages of private memory now, on huge pages if possible; its content stays.
+
+    Memory that was never written has no pages: each 4 KB of it costs a fault at its first use, in a request.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_whole = (address + num_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        with contextlib.suppress(OSError):  # no huge pages in this kernel, or an older one: pages are taken when used
+            _advise(first, max(0, num_whole), advice)
 
 
 def map_read_only(fd: int, num_bytes: int) -> memoryview:

@@ -106,8 +106,7 @@ async def test_on_the_wire_between_hosts(world: World) -> None:
     ledger = stream.state.choices[0].ledger
     assert ledger is not None
     assert (ledger.transport, ledger.num_computed_tokens) == ("grpc", 0), "read again by the way that always works"
-    assert world.wire.num_flipped > 0
-    assert await world.counter("kv-b", "checksum_failures") == 1
+    assert 1 <= await world.counter("kv-b", "checksum_failures") <= world.wire.num_flipped, "of reads on their way"
 
 
 async def test_in_shared_memory_between_prefill_and_decode(world: World) -> None:

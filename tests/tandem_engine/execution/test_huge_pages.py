@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tandem_engine.execution.huge_pages import HUGE_BYTES, map_read_only, map_shared
+from tandem_engine.execution.huge_pages import HUGE_BYTES, map_read_only, map_shared, take_pages
 
 
 @pytest.fixture
@@ -74,3 +76,27 @@ def test_a_map_goes_with_the_last_array_made_from_it(fd: int) -> None:
     del array
     gc.collect()
     assert not _smaps_of(address)
+
+
+def _faults_of_writing(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory[:: mmap.PAGESIZE] |= 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_private_memory_gets_its_pages_before_its_first_use_and_keeps_its_content() -> None:
+    size = 3 * HUGE_BYTES + 4097
+    taken, fresh = (np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), np.uint8) for _ in range(2))
+    taken[5] = 6
+    take_pages(int(taken.ctypes.data) + 5, size - 5)
+    assert taken[5] == 6
+    num_pages = size // mmap.PAGESIZE
+    assert _faults_of_writing(taken) < num_pages // 10
+    assert taken[5] == 6
+    if _faults_of_writing(fresh) < num_pages // 10:
+        pytest.skip("this kernel gives huge pages unasked")
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_less_than_a_page_has_none_to_take(size: int) -> None:
+    take_pages(int(np.frombuffer(mmap.mmap(-1, 4096), np.uint8).ctypes.data) + 1, size)

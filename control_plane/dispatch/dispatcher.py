@@ -210,6 +210,7 @@ class Dispatcher:
         self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
+        state.settle()
         self._learn(state)
         self.queue.release_next(state.request.model_id)
 

@@ -221,6 +221,11 @@ class Engine:
         if self._batch is not None:
             self._batch.advance(steps)
 
+    def num_generated(self, job: Job, now: float) -> float:
+        """Return how many tokens of a job's answer there are."""
+        self.advance(now)
+        return job.num_generated + (self._step - job.started_step if job.sequence else 0.0)
+
     def change(self, now: float) -> None:
         """Do what is due now: answers and prompts end, and others take their place."""
         self.advance(now)

@@ -248,7 +248,7 @@ def test_its_own_length_does_not_keep_a_request_out() -> None:
         for cost_ms in (1.0, 50_000.0)
         for wait_seconds in (10.1, 9.9)
     ]
-    assert late == [None, pytest.approx(7.0), None, pytest.approx(7.0)], "three tenths of the budget are for what is unknown"
+    assert late == [None, pytest.approx(7.0), None, pytest.approx(7.0)], "three tenths are for what is unknown"
     batch = Waiter("m", "a", ServiceClass.BATCH)
     assert admission.too_late_seconds(batch, Budget(1.0, None), 30.0, 0.0) is None
 

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 _HALF_LIFE_SECONDS = 10.0
+_LEAST_SECONDS = 1.0
+"""In which the first requests are taken to have come."""
 _MAX_KEPT = 1000
 
 
@@ -20,17 +22,22 @@ class Demands:
     def __init__(self, max_kept: int = _MAX_KEPT) -> None:
         """`max_kept`: askers; the ones that asked least recently are dropped."""
         self._max_kept = max_kept
+        self._began_at: float | None = None
         self._sums: OrderedDict[Asker, tuple[float, float]] = OrderedDict()
         """A sum that halves in each half-life, and when it was right."""
 
     def asked(self, asker: Asker, cost_ms: float, now: float) -> None:
+        self._began_at = now if self._began_at is None else self._began_at
         self._sums[asker] = self._sum_ms(asker, now) + cost_ms, now
         self._sums.move_to_end(asker)
         if len(self._sums) > self._max_kept:
             self._sums.popitem(last=False)
 
     def ms_per_second(self, asker: Asker, now: float) -> float:
-        return self._sum_ms(asker, now) * math.log(2) / _HALF_LIFE_SECONDS
+        """Return the rate; at first that since the first request of anybody."""
+        seconds = max(_LEAST_SECONDS, now - (now if self._began_at is None else self._began_at))
+        counted_seconds = (1 - 0.5 ** (seconds / _HALF_LIFE_SECONDS)) * _HALF_LIFE_SECONDS / math.log(2)
+        return self._sum_ms(asker, now) / counted_seconds
 
     def scale(self, factor: float) -> None:
         """The unit of costs has changed."""

@@ -23,7 +23,7 @@ from control_plane.admission.virtual_counters import VirtualCounters
 _HALF_LIFE_SECONDS = 10.0
 """The rate at which waiting requests are let in forgets a half in so long a time in which any waited."""
 _NUM_ROUNDS = 4
-_SURE = 0.7
+_SURE = 0.6
 """A request may wait if its predicted wait is at most that part of what it may be: predictions are off by a fifth or
 more, and who waits in vain is refused late."""
 _LAST = 0.9

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,15 +112,32 @@ class _Line:
 
     def __init__(self) -> None:
         self.by_account: dict[str, list[Waiter]] = {}
+        self.cost_ms: dict[str, float] = {}
+        """Of each account's waiters together."""
 
     def add(self, waiter: Waiter) -> None:
         insort(self.by_account.setdefault(waiter.account, []), waiter, key=_order)
+        self.cost_ms[waiter.account] = self.cost_ms.get(waiter.account, 0.0) + waiter.cost_ms
 
     def remove(self, waiter: Waiter) -> None:
         own = self.by_account[waiter.account]
         own.remove(waiter)
+        self.cost_ms[waiter.account] -= waiter.cost_ms
         if not own:
-            del self.by_account[waiter.account]
+            del self.by_account[waiter.account], self.cost_ms[waiter.account]
+
+    def before(self, waiter: Waiter) -> float:
+        """Return the cost of what its account has waiting before a request, which may be one of them."""
+        if waiter.order is None:
+            return self.cost_ms.get(waiter.account, 0.0)
+        return sum(each.cost_ms for each in self.by_account.get(waiter.account, ()) if _order(each) < waiter.order)
+
+    def scale(self, factor: float) -> None:
+        """The unit of costs has changed."""
+        for waiter in self:
+            waiter.cost_ms *= factor
+        for account in self.cost_ms:
+            self.cost_ms[account] *= factor
 
     def first(self, counters: VirtualCounters) -> Waiter | None:
         heads = (own[0] for own in self.by_account.values())
@@ -128,6 +145,9 @@ class _Line:
 
     def __iter__(self) -> Iterator[Waiter]:
         return (waiter for own in self.by_account.values() for waiter in own)
+
+
+_NOBODY = _Line()
 
 
 class ModelAdmission:
@@ -256,8 +276,8 @@ class ModelAdmission:
             self.counters.scale(factor)
             self._rate.scale(factor)
             self._demands.scale(factor)
-            for waiter in self:
-                waiter.cost_ms *= factor
+            for line in self._lines.values():
+                line.scale(factor)
 
     def worker_gone(self, worker: str) -> None:
         self._workers.discard(worker)
@@ -278,30 +298,27 @@ class ModelAdmission:
         rate = self._rate.ms_per_second(now) or 1000.0 * len(self._workers)
         if not rate:
             return None
-        half_ms, own_ms, before_ms, before_asked = self._rate.mean_ms / 2, 0.0, 0.0, 0.0
-        waiting: dict[str, list[float]] = {}
-        for waiter in self:
-            if waiter is newcomer or (waiter.service_class < newcomer.service_class and not waiter.is_moving):
-                continue
-            if waiter.is_moving or waiter.service_class > newcomer.service_class:
-                before_ms += waiter.cost_ms
-            elif waiter.account != newcomer.account:
-                waiting.setdefault(waiter.account, []).append(waiter.cost_ms)
-            elif newcomer.order is None or _order(waiter) < newcomer.order:
-                own_ms += waiter.cost_ms
-        asked = dict.fromkeys(waiting, 0.0)
-        for asker in self._demands:
-            service_class, account = asker
+        half_ms, before_ms, before_asked = self._rate.mean_ms / 2, sum(each.cost_ms for each in self._moving), 0.0
+        for service_class, line in self._lines.items():
             if service_class > newcomer.service_class:
-                before_asked += self._demands.ms_per_second(asker, now)
+                before_ms += sum(line.cost_ms.values())
+        own_line = self._lines.get(newcomer.service_class, _NOBODY)
+        own_ms = own_line.before(newcomer)
+        asked = {account: 0.0 for account in own_line.by_account if account != newcomer.account}
+        for (service_class, account), rate_of_asker in self._demands.rates(now):
+            if service_class > newcomer.service_class:
+                before_asked += rate_of_asker
             elif service_class == newcomer.service_class and account != newcomer.account:
-                asked[account] = self._demands.ms_per_second(asker, now)
-        turn_ms = self.counters.rejoins_at(newcomer.account) + own_ms
+                asked[account] = rate_of_asker
+        counters, least_ms = self.counters, self.counters.least_ms
+        turn_ms = counters.rejoins_at(newcomer.account) + own_ms
         others = []
         for account, per_second in asked.items():
-            costs = waiting.get(account, [])
-            most_ms = _before(turn_ms - self.counters.rejoins_at(account), costs)
-            others.append((sum(costs), per_second, most_ms))
+            own = own_line.by_account.get(account, ())
+            used_ms = counters.of(account) if own else max(least_ms, counters.of(account))
+            if used_ms <= turn_ms:
+                waiting_ms = own_line.cost_ms.get(account, 0.0)
+                others.append((waiting_ms, per_second, _before(turn_ms - used_ms, waiting_ms, len(own))))
         seconds = 0.0
         for _ in range(_NUM_ROUNDS):  # the longer it takes, the more others have asked for by then
             others_ms = sum(min(each + per_second * seconds, most) for each, per_second, most in others)
@@ -400,11 +417,9 @@ class _Rate:
         self._busy_since = now
 
 
-def _before(lacking_ms: float, costs: Sequence[float]) -> float:
+def _before(lacking_ms: float, waiting_ms: float, num_waiting: int) -> float:
     """Return what an account gets before its counter has grown by `lacking_ms`: whole requests, if any wait."""
-    if lacking_ms < 0:
-        return 0.0
-    mean_ms = sum(costs) / len(costs) if costs else 0.0
+    mean_ms = waiting_ms / num_waiting if num_waiting else 0.0
     return mean_ms * (math.floor(lacking_ms / mean_ms) + 1) if mean_ms > 0 else lacking_ms
 
 

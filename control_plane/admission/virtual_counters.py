@@ -45,7 +45,12 @@ class VirtualCounters:
         """Return the counter of an account whose request would begin to wait now."""
         if account in self._num_waiting:
             return self.of(account)
-        return max(self.of(account), min(map(self.of, self._num_waiting), default=self._floor_ms))
+        return max(self.of(account), self.least_ms)
+
+    @property
+    def least_ms(self) -> float:
+        """Return the least counter of the accounts that wait; where the last one was let in, if none does."""
+        return min(map(self.of, self._num_waiting), default=self._floor_ms)
 
     def leave(self, account: str) -> None:
         """A request waits no more: it was let in, or its caller has left."""

@@ -151,7 +151,7 @@ class AdmissionQueue:
                 f"{self.num_waiting(model_id)} requests wait for {model_id}, and this one would wait for about "
                 f"{predicted:.0f} s, more than {longest_wait(budget, seconds):g} s; try again later, or add workers of "
                 "the model",
-                retry_after_seconds=self.retry_after_seconds(waiter),
+                retry_after_seconds=self._with_jitter(predicted),
             )
 
     def _seconds_left(self, waiter: Waiter, refusal: TandemError) -> float:
@@ -209,8 +209,11 @@ class AdmissionQueue:
         predicted = self._predicted_seconds(waiter)
         if predicted is None:
             predicted = (refusal.retry_after_seconds if refusal is not None else None) or LEAST_RETRY_SECONDS
-        predicted = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, predicted))
-        return predicted * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
+        return self._with_jitter(predicted)
+
+    def _with_jitter(self, seconds: float) -> float:
+        seconds = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, seconds))
+        return seconds * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
 
     def bound_accounts_while(self, has_accounts: Callable[[], bool]) -> None:
         """Bound what one account has in a room only while this is true: else any caller takes any account's name."""

@@ -283,13 +283,19 @@ def test_who_may_ask_for_which_class() -> None:
 
 def test_what_an_account_asks_for_is_forgotten_and_so_are_accounts_beyond_a_number() -> None:
     demands = Demands(max_kept=3)
-    for index in range(2000):
+
+    def rate(now: float) -> float:
+        return dict(demands.rates(now)).get((0, "a"), 0.0)
+
+    for index in range(20_000):  # longer than all sums are kept in one unit
         demands.asked((0, "a"), 20.0, index / 10)
         if index in (100, 500):
-            assert demands.ms_per_second((0, "a"), index / 10) == pytest.approx(200, rel=0.05)
-    assert demands.ms_per_second((0, "a"), 200.0) == pytest.approx(200, rel=0.05)
-    assert demands.ms_per_second((0, "a"), 220.0) == pytest.approx(50, rel=0.05)
+            assert rate(index / 10) == pytest.approx(200, rel=0.05)
+    assert rate(2000.0) == pytest.approx(200, rel=0.05)
+    assert rate(2020.0) == pytest.approx(50, rel=0.05)
+    assert rate(9000.0) == 0
+    demands.scale(0.5)
+    assert rate(2020.0) == pytest.approx(25, rel=0.05)
     for name in ("b", "c", "d"):
-        demands.asked((0, name), 1.0, 220.0)
-    assert [account for _, account in demands] == ["b", "c", "d"]
-    assert demands.ms_per_second((0, "a"), 220.0) == 0
+        demands.asked((0, name), 1.0, 2020.0)
+    assert [account for (_, account), _ in demands.rates(2020.0)] == ["b", "c", "d"]

@@ -2,13 +2,15 @@
 
     python -m benchmarks.overload [--quick] [--stand-ins] [--gateways-of FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.overload --gateways 1 2 4 [--quick]
+    python -m benchmarks.overload --simulated [--quick]
 
 Two gateways and the client have the first core, the workers of two models the last one. The workers are real, with a
 tiny model, and their speed is measured first; with `--stand-ins` they emit tokens at a pace, so the capacity is known.
 Arrivals are random (Poisson, seeded), and nobody comes again. A greedy account asks for 80 % at both gateways, a small
 one for 10 % at one of them, and another one for 10 % at both. The same arrivals go through the simulator: what would
 have become of the refused, had all been accepted? `--gateways` compares numbers of gateways at 3 times the capacity,
-with stand-ins, and kills one. `--gateways-of` takes the gateways from another checkout, such as the commit before.
+with stand-ins, and kills one. `--simulated` asks only the simulator, with the rates of stand-ins: one gateway at all
+loads, and 1, 2 and 4 gateways. `--gateways-of` takes the gateways from another checkout, such as the commit before.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from benchmarks.lib.command import Measure, Outcome, Progress, parser, run
 from benchmarks.overload.arrivals import ACCOUNTS, arrivals
 from benchmarks.overload.asking import ask
 from benchmarks.overload.entering import enter
-from benchmarks.overload.gateways import compare_gateways
+from benchmarks.overload.gateways import compare_gateways, simulate_gateways
+from benchmarks.overload.gateways import enter as enter_gateways
 from benchmarks.overload.judging import Load
-from benchmarks.overload.simulated import admitted, all_accepted
-from benchmarks.overload.systems import FIRST_CORE, MODELS, Setup, System, started
+from benchmarks.overload.simulated import admitted, all_accepted, asked_of
+from benchmarks.overload.systems import FIRST_CORE, MODELS, STAND_IN_SIZES, Setup, System, stand_in_profile, started
 from control_plane.admission.budgets import Budget
 from control_plane.simulator.outcome import Budgets
 
@@ -61,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return the exit code."""
     options = _parser().parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    size, is_stand_in = QUICK if options.quick else FULL, options.stand_ins or options.quick
+    size, is_stand_in = QUICK if options.quick and not options.simulated else FULL, options.stand_ins or options.quick
+    seconds = _simulated_seconds(is_quick=options.quick) if options.simulated else size.seconds
     conditions = {
         "accounts": "; ".join(
             f"{name} {account.share:.0%} at {'all gateways' if account.gateways is None else 'the first gateway'}"
@@ -70,19 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "models": f"{len(MODELS)}, a {'stand-in' if is_stand_in else 'real decode'} worker each, on one core",
         "gateways": f"{options.gateways or _NUM_GATEWAYS}, with the client on one core; SQLite ledgers",
         "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
-        "loads": f"{size.seconds:g} s each, of which {size.warm_seconds:g} do not count; nobody comes again",
+        "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count; nobody comes again",
     }
-    if options.gateways:
+    if options.simulated:
+        measure = functools.partial(_simulate, options.quick)
+    elif options.gateways:
         measure = functools.partial(compare_gateways, options.gateways, options.quick)
     else:
         measure = functools.partial(_measure, size, is_stand_in, options.gateways_of)
-    return run("overload", options, conditions, functools.partial(_pinned, measure))
+    pinned = functools.partial(_pinned, measure)
+    return run("overload", options, conditions, pinned, is_timed=not options.simulated)
 
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("overload", __doc__ or "", "two short loads of stand-ins: does it still work?")
     made.add_argument("--stand-ins", action="store_true", help="workers that compute nothing, at twice the rate")
     made.add_argument("--gateways", type=int, nargs="+", metavar="N", help="compare these numbers of gateways instead")
+    made.add_argument("--simulated", action="store_true", help="only the simulator: both comparisons, no process")
     made.add_argument("--gateways-of", type=Path, metavar="FOLDER", help="a checkout whose code the gateways run")
     return made
 
@@ -104,6 +112,26 @@ async def _measure(
         health_ms = await _health_cpu_ms(system)
         loads = [await measured_load(system, times, size, progress) for times in size.loads]
     enter(outcome, loads, health_ms)
+
+
+def _simulated_seconds(*, is_quick: bool) -> float:
+    return 60.0 if is_quick else 300.0
+
+
+async def _simulate(is_quick: bool, outcome: Outcome, folder: Path, progress: Progress) -> None:
+    """Let the simulator say what stand-ins would do: one gateway at all loads, and several at one load."""
+    seconds, size = _simulated_seconds(is_quick=is_quick), FULL
+    profile, capacity = stand_in_profile()
+    budgets, rules = Budgets(size.wait_seconds, size.token_seconds), Budget(size.wait_seconds, size.token_seconds)
+    loads = []
+    for times in size.loads:
+        progress(f"{times:g} times the capacity")
+        coming = arrivals(times * capacity, seconds, STAND_IN_SIZES, MODELS, 1, f"overload {times}")
+        asked = asked_of(profile, coming, 1, rules)
+        would = all_accepted(profile, coming, 1, budgets)
+        loads.append(Load(times, seconds, size.warm_seconds, asked, budgets, profile, would))
+    enter(outcome, loads, None)
+    enter_gateways(outcome, simulate_gateways((1, 2, 4), seconds, size.wait_seconds))
 
 
 async def measured_load(system: System, times: float, size: Size, progress: Progress) -> Load:

@@ -14,16 +14,22 @@ MAX_UNFAIR, MAX_OFF_BY_LENGTH = 0.10, 0.20
 MAX_REFUSAL_MS, MAX_REFUSAL_CPU_MS = 50.0, 1.0
 
 
-def enter(outcome: Outcome, loads: Sequence[Load], health_ms: float) -> None:
-    """Enter all loads; the first one is what the others are compared with. `health_ms`: CPU of `GET /healthz`."""
+def enter(outcome: Outcome, loads: Sequence[Load], health_ms: float | None) -> None:
+    """Enter all loads; the first one is what the others are compared with.
+
+    `health_ms`: CPU of `GET /healthz`; None: there was no process.
+    """
     overloads = [load for load in loads if load.times > 1]
     for load in loads:
         outcome.figures |= _figures(load, loads[0])
-    outcome.sheets += [_by_load(loads), _by_account(loads), _simulated(loads)]
+    outcome.sheets += [_by_load(loads), _by_account(loads)]
+    if any(load.simulated for load in loads):
+        outcome.sheets.append(_simulated(loads))
     for load in overloads:
         outcome.targets += _targets(load, loads[0])
     if overloads:
         _enter_lengths(outcome, overloads)
+    if overloads and health_ms is not None:
         _enter_refusal_cpu(outcome, loads[0], overloads[-1], health_ms)
     num_failed = sum(load.num_failed for load in loads)
     outcome.figures["num_failed"] = num_failed

@@ -13,7 +13,9 @@ from benchmarks.lib.report import Rows
 from benchmarks.overload.arrivals import ACCOUNTS, arrivals
 from benchmarks.overload.asking import ask
 from benchmarks.overload.judging import Load
-from benchmarks.overload.systems import MODELS, Setup, System, started
+from benchmarks.overload.simulated import asked_of
+from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, System, stand_in_profile, started
+from control_plane.admission.budgets import Budget
 from control_plane.simulator.outcome import Budgets
 
 _TIMES = 3.0
@@ -56,6 +58,17 @@ async def compare_gateways(
         async with started(setup, folder.with_name(f"gateways-{number}"), progress) as system:
             found.append(await _compared(system, number, size))
     enter(outcome, found)
+
+
+def simulate_gateways(numbers: Sequence[int], seconds: float, wait_seconds: float) -> list[Compared]:
+    """Return what the simulator says of the same, without a death."""
+    (profile, capacity), found = stand_in_profile(), []
+    for number in numbers:
+        coming = arrivals(_TIMES * capacity, seconds, STAND_IN_SIZES, MODELS, number, "gateways")
+        asked = asked_of(profile, coming, number, Budget(wait_seconds, FULL.token_seconds))
+        budgets = Budgets(wait_seconds, FULL.token_seconds)
+        found.append(Compared(number, Load(_TIMES, seconds, FULL.warm_seconds, asked, budgets, profile), None))
+    return found
 
 
 async def _compared(system: System, number: int, size: Size) -> Compared:

@@ -74,16 +74,21 @@ async def started(setup: Setup, folder: Path, progress: Progress) -> AsyncIterat
         await _wait_ready(ports)
         addresses = [("127.0.0.1", port) for port in ports]
         if setup.is_stand_in:
-            seats = _STAND_IN_SEATS + _STAND_IN_SEATS // 8
-            profile = _profile(WorkerProfile(1000 * _STAND_IN_TOKEN_SECONDS, 0.0, 0.0, 0.001, 0.0, 1 << 20, 1024))
-            profile = replace(profile, cores=(), decode=replace(profile.decode, max_num_seqs=seats))
-            capacity = len(MODELS) * seats / (STAND_IN_SIZES.mean_answer * _STAND_IN_TOKEN_SECONDS)
+            profile, capacity = stand_in_profile()
             yield System(addresses, processes.gateways, STAND_IN_SIZES, profile, capacity, _hello)
         else:
             body = _body_of_words()
             profile, capacity = await _measured(addresses, body)
             progress(f"capacity: {capacity:.2f} requests a second; {profile.decode}")
             yield System(addresses, processes.gateways, ENGINE_SIZES, profile, capacity, body)
+
+
+def stand_in_profile() -> tuple[FleetProfile, float]:
+    """Return what stand-in workers can do, and the requests per second of both models together."""
+    seats = _STAND_IN_SEATS + _STAND_IN_SEATS // 8
+    worker = WorkerProfile(1000 * _STAND_IN_TOKEN_SECONDS, 0.0, 0.0, 0.001, 0.0, 1 << 20, 1024, max_num_seqs=seats)
+    capacity = len(MODELS) * seats / (STAND_IN_SIZES.mean_answer * _STAND_IN_TOKEN_SECONDS)
+    return replace(_profile(worker), cores=()), capacity
 
 
 def _stand_ins(processes: Processes, folder: Path) -> None:

@@ -138,6 +138,14 @@ def test_numbers_of_gateways_are_compared_with_the_first() -> None:
     assert outcome.figures["gateways_2.one_killed.goodput_of_first"] == pytest.approx(1 / 3)
 
 
+def test_the_simulator_compares_numbers_of_gateways_without_processes() -> None:
+    one, two = gateways.simulate_gateways((1, 2), 40.0, 5.0)
+    assert (one.num_gateways, two.num_gateways) == (1, 2)
+    assert two.before.goodput == pytest.approx(one.before.goodput, rel=0.1)
+    assert one.before.met_share > 0.95 and one.before.num_failed == 0
+    assert {each.gateway for each in two.before.asked} == {0, 1}
+
+
 @pytest.mark.timeout(120)
 async def test_a_short_overload_is_answered_in_part(tmp_path: Path) -> None:
     size = Size((8.0,), 4.0, 1.0, 3.0)

@@ -29,6 +29,7 @@ from tandem_runtime import identity, lifecycle, log
 from tandem_runtime.errors import Overloaded, TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
+from tandem_worker.other_use import OtherUse
 
 CONTEXT_LENGTH = 1 << 20
 """Tokens; an answer may be as long as a measurement."""
@@ -114,6 +115,7 @@ class _Answer:
         self._max_tokens = submit.sampling.max_tokens
         self._position = num_shared_tokens + len(submit.token_ids)
         self._end = submit.num_prompt_tokens + submit.sampling.max_tokens
+        self.fairness_key = submit.fairness_key
         self._output = pb.TokenOutput(
             request_id=submit.request_id, attempt=submit.attempt, choice_index=submit.choice_index, token_ids=[0]
         )
@@ -121,6 +123,11 @@ class _Answer:
     @property
     def is_over(self) -> bool:
         return self._position >= self._end
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens that count as computed now: all of them, at the end."""
+        return self._num_prompt_tokens if self.is_over else 0
 
     def next(self) -> pb.TokenOutput:
         output = self._output
@@ -144,8 +151,10 @@ class GatewayStream:
         token_seconds: float,
         first_token_seconds: float = 0.0,
         has_room: Callable[[int], bool] = lambda num_own: True,
+        other_use: OtherUse[GatewayStream] | None = None,
     ) -> None:
-        """`has_room`: whether one more request may run, beside so many of this gateway."""
+        """`has_room`: whether one more request may run, beside so many of this gateway. `other_use`: see there."""
+        self._other_use = other_use or OtherUse()
         self._words = words
         self._first_token_seconds = first_token_seconds
         self._has_room = has_room
@@ -160,7 +169,9 @@ class GatewayStream:
 
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
-            if command.WhichOneof("kind") == "submit":
+            if command.WhichOneof("kind") == "hello" and command.hello.takes_used_elsewhere:
+                self._other_use.tell(self)
+            elif command.WhichOneof("kind") == "submit":
                 self.submit(command.submit)
             elif command.WhichOneof("kind") == "choices":
                 num_shared_tokens = len(command.choices.shared.token_ids)
@@ -214,7 +225,11 @@ class GatewayStream:
         self._asked.set()
 
     def _reply(self, **kind: Any) -> None:
-        self._replies.append(pb.Event(**kind))
+        self.send(pb.Event(**kind))
+
+    def send(self, event: pb.Event) -> None:
+        """Send an event before the next step."""
+        self._replies.append(event)
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
@@ -222,6 +237,10 @@ class GatewayStream:
         turn = self._running[self._step % self._num_turns]
         outputs = [answer.next() for answer in turn.values()]
         self.num_generated += len(outputs)
+        for answer in turn.values():
+            self._other_use.used(self, answer.fairness_key, answer.num_computed, 1)
+        for stream, event in self._other_use.due():
+            stream.send(event)
         for request in [request for request, answer in turn.items() if answer.is_over]:
             del turn[request]
         return outputs
@@ -268,6 +287,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._folder = folder
         self._words = Words(folder)
         self._gateways: set[GatewayStream] = set()
+        self._other_use: OtherUse[GatewayStream] = OtherUse()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
@@ -289,11 +309,14 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
+            self._other_use.forget(gateway)
             self._num_generated += gateway.num_generated
 
     def new_stream(self) -> GatewayStream:
         """Return what answers on one Attach stream."""
-        return GatewayStream(self._words, self._token_seconds, self._first_token_seconds, self._has_room)
+        return GatewayStream(
+            self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._other_use
+        )
 
     def _has_room(self, num_own: int) -> bool:
         if self._max_running and num_own >= self._max_running:

@@ -279,6 +279,17 @@ class ModelAdmission:
             for line in self._lines.values():
                 line.scale(factor)
 
+    def used_elsewhere(self, account: str, num_prompt_tokens: float, num_answer_tokens: float) -> None:
+        """Other gateways' requests of an account have had so many tokens computed and sampled at the model's workers.
+
+        So all gateways that an account asks count it alike, and one that asks at many has no more turns. While nobody
+        waits here, that puts nobody in debt: accounts rejoin where it is.
+        """
+        if self.counters.knows(account):
+            if not len(self):
+                self.counters.let_in(account)
+            self.counters.charge(account, self.prices.tokens_ms(num_prompt_tokens, num_answer_tokens))
+
     def worker_gone(self, worker: str) -> None:
         self._workers.discard(worker)
 

@@ -61,6 +61,10 @@ class Prices:
     def request_ms(self, num_prompt_tokens: float, max_tokens: float, num_choices: int = 1) -> float:
         """Predict the device time of a request; `num_prompt_tokens`: those that no cache has."""
         num_answer_tokens = min(max_tokens, self.answer_tokens) * num_choices
+        return self.tokens_ms(num_prompt_tokens, num_answer_tokens)
+
+    def tokens_ms(self, num_prompt_tokens: float, num_answer_tokens: float) -> float:
+        """Return the device time of tokens that are computed, and of tokens that are sampled."""
         return num_prompt_tokens * self.ms_per_prompt_token + num_answer_tokens * self.ms_per_answer_token
 
 

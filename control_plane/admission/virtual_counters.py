@@ -66,6 +66,9 @@ class VirtualCounters:
         """Add what an account has used; a negative amount takes a charge back."""
         self._set(account, self.of(account) + device_ms)
 
+    def knows(self, account: str) -> bool:
+        return account in self._used_ms
+
     def scale(self, factor: float) -> None:
         """The unit of what was charged so far has changed."""
         self._floor_ms *= factor

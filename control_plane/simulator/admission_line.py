@@ -77,8 +77,17 @@ class AdmittingPolicy(Protocol):
 
 @dataclass(eq=False)
 class _Metered:
+    request: TraceRequest
     meter: AnswerMeter
     num_tokens: float = 0.0
+
+
+@dataclass
+class Use:
+    """Tokens of an account's requests for one model."""
+
+    num_computed: float = 0.0
+    num_sampled: float = 0.0
 
 
 class AdmissionLine:
@@ -94,6 +103,8 @@ class AdmissionLine:
         self._waiting: dict[Waiter, TraceRequest] = {}
         self._running: dict[int, _Metered] = {}
         self._metered_at = 0.0
+        self._used: dict[tuple[str, str], Use] = {}
+        """By model and account, since `take_use`."""
         self.shadows: dict[int, Shadow] = {}
         """Of the requests that were refused as they came, by number."""
 
@@ -123,8 +134,9 @@ class AdmissionLine:
 
     def ended(self, request: TraceRequest, computed: Job, now: float) -> None:
         running, room = self._running.pop(request.number), self._room(request.model)
-        running.meter.answered(request.num_output_tokens - running.num_tokens)
+        self._answered(running, request.num_output_tokens)
         running.meter.ended()
+        self._use_of(request).num_computed += request.num_prompt_tokens - computed.num_cached
         room.prices.answered(request.num_output_tokens)
         room.cached.finished(request.account, request.session, computed.num_cached, request.num_prompt_tokens)
         self._hall.at(now, lambda then: self._release(request.model, then))
@@ -175,7 +187,7 @@ class AdmissionLine:
         room.let_in(waiter, price.device_ms, now)
         room.gone(waiter)
         meter = room.started(waiter, price.num_computed_tokens, price.device_ms)
-        self._running[request.number] = _Metered(meter)
+        self._running[request.number] = _Metered(request, meter)
 
     def _look_again(self, waiter: Waiter, now: float) -> None:
         if waiter in self._waiting and self._give_turn(waiter, now):
@@ -223,9 +235,28 @@ class AdmissionLine:
             return
         self._metered_at = now
         for number, running in self._running.items():
-            num_tokens = self._hall.generated(number, now)
-            running.meter.answered(num_tokens - running.num_tokens)
-            running.num_tokens = num_tokens
+            self._answered(running, self._hall.generated(number, now))
+
+    def _answered(self, running: _Metered, num_tokens: float) -> None:
+        """Take in how long an answer is now."""
+        running.meter.answered(num_tokens - running.num_tokens)
+        self._use_of(running.request).num_sampled += num_tokens - running.num_tokens
+        running.num_tokens = num_tokens
+
+    # ----------------------------------------------------------------------------------------- what other gateways use
+
+    def _use_of(self, request: TraceRequest) -> Use:
+        return self._used.setdefault((request.model, request.account), Use())
+
+    def take_use(self) -> dict[tuple[str, str], Use]:
+        """Return what accounts have used at this gateway since it was asked last."""
+        used, self._used = self._used, {}
+        return used
+
+    def used_elsewhere(self, used: dict[tuple[str, str], Use]) -> None:
+        """The workers tell what accounts have used at another gateway."""
+        for (model, account), use in used.items():
+            self._room(model).used_elsewhere(account, use.num_computed, use.num_sampled)
 
     def _room(self, model: str) -> ModelAdmission:
         room = self._rooms.get(model)

@@ -21,6 +21,9 @@ from control_plane.simulator.pool import Store
 from control_plane.simulator.profiles import FleetProfile
 from control_plane.simulator.traces import TraceRequest
 
+_TELL_SECONDS = 1.0
+"""How often workers tell a gateway what accounts have used at the others."""
+
 
 class TooLong(ValueError):
     """No worker's pool could ever hold a request."""
@@ -118,6 +121,8 @@ class Simulation:
                 self._arrives_at(request, request.arrival)
             else:
                 self._followers.setdefault(request.after, []).append(request)
+        if len(self._gateways) > 1:
+            self.at(_TELL_SECONDS, self._tell_use)
         for place, gateway in enumerate(self._gateways):
             self._schedule_reports(place, gateway.policy.report_seconds or self._fleet.report_seconds)
         while len(self._answered) + len(self._refused) < len(self._trace):
@@ -142,6 +147,16 @@ class Simulation:
             served = instead.first_token_at - instead.started_at + max(0.0, own_seconds - their_seconds)
             ttft, tpot = shadow.at - live.arrived_at + served, instead.tpot_seconds
         return Refused(live.request, live.arrived_at, now, live.gateway, reason, ttft, tpot)
+
+    def _tell_use(self, now: float) -> None:
+        """Let workers tell each gateway what accounts have used at the others."""
+        lines = [gateway.line for gateway in self._gateways if isinstance(gateway.line, AdmissionLine)]
+        taken = [line.take_use() for line in lines]
+        for place, line in enumerate(lines):
+            for other, used in enumerate(taken):
+                if other != place:
+                    line.used_elsewhere(used)
+        self.at(now + _TELL_SECONDS, self._tell_use)
 
     def at(self, moment: float, happen: Callable[[float], object]) -> None:
         heapq.heappush(self._events, (moment, next(self._order), happen))

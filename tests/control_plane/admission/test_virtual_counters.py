@@ -140,6 +140,31 @@ def test_an_answer_is_charged_in_advance_as_long_as_predicted_and_then_as_long_a
     assert admission.counters.of("a") == 72 - 6 * 2
 
 
+def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 1.0, 500)
+    for account in ("a", "b"):
+        admission.enter(Waiter("m", account), 0.0)
+    admission.used_elsewhere("a", 0, 100)
+    admission.used_elsewhere("stranger", 0, 100)
+    assert (admission.counters.of("a"), admission.counters.of("b")) == (200, 0)
+    assert len(admission.counters) == 2, "who has not asked here is not kept"
+    first = admission.first()
+    assert first is not None and first.account == "b"
+
+
+def test_what_was_used_elsewhere_while_nobody_waits_here_puts_nobody_in_debt() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 1.0, 500)
+    admission.pass_by(Waiter("m", "a"), 0.0)
+    for _ in range(10):
+        admission.used_elsewhere("a", 0, 100)
+    for account in ("b", "a"):
+        admission.enter(Waiter("m", account), 0.0)
+    assert admission.counters.of("a") == 2000
+    assert admission.counters.of("b") == pytest.approx(1800), "it rejoins where the other was last"
+
+
 def test_who_was_let_in_does_not_have_the_next_turn_too_before_it_has_any_token() -> None:
     admission = ModelAdmission(BOUNDS)
     for index in range(8):

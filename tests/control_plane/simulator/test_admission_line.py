@@ -115,6 +115,17 @@ def test_each_gateway_admits_for_itself() -> None:
     assert sum(BUDGETS.are_met(answer) for answer in answers) >= 0.9 * CAPACITY * 30.0
 
 
+def test_an_account_that_asks_at_every_gateway_has_no_more_than_one_that_asks_at_one() -> None:
+    everywhere = load(10.0, {"a": 3, "b": 1}, seconds=60.0)
+    profile = fleet(0, 1, worker=WORKER)
+    policies = [AdmittedTandemPolicy(profile, seed, RULES.budget.token_seconds) for seed in range(2)]
+    simulation = Simulation(
+        profile, policies, everywhere, RULES, lambda asked: 0 if asked.account == "b" else asked.number % 2
+    )
+    tokens = tokens_by([answer for answer in simulation.run() if answer.started_at > 5.0])
+    assert tokens["b"] / tokens.total() == pytest.approx(0.5, abs=0.08), "a quarter, if each counted only its own"
+
+
 def test_a_policy_that_knows_no_room_admits_nobody() -> None:
     profile = fleet(0, 1)
     with pytest.raises(ValueError, match="RoundRobin knows no room of workers"):

@@ -222,12 +222,14 @@ class Dispatcher:
         self.queue.release_next(state.request.model_id)
 
     def _learn(self, state: RequestState) -> None:
-        """Remember how long answers are, and how much of their prompts was cached."""
+        """Remember how long answers are, and how much of their prompts was cached. Probes are like nobody's requests."""
         room, request = self.queue.room(state.request.model_id), state.request
+        if request.is_probe:
+            return
         lengths = [len(choice.tokens) for choice in state.choices if choice.tokens]
         for num_tokens in lengths:
             room.prices.answered(num_tokens)
-        if lengths and not request.is_probe and (usage := state.usage).num_cached_tokens + usage.num_computed_tokens:
+        if lengths and (usage := state.usage).num_cached_tokens + usage.num_computed_tokens:
             num_cached = usage.num_cached_tokens
             room.cached.finished(request.account, request.session_affinity, num_cached, usage.num_prompt_tokens)
 

@@ -201,3 +201,13 @@ async def test_what_an_account_uses_at_other_gateways_counts_in_the_order_here()
         first = room.first()
         assert first is not None and first.account == "y"
         await end(waiting)
+
+
+async def test_the_length_of_a_probes_answer_tells_nothing_of_others() -> None:
+    async with harness(ScriptedWorker("a", behave=serve)) as here:
+        prices = here.dispatcher.queue.room(MODEL).prices
+        assumed = prices.answer_tokens
+        await tokens_of(await here.dispatcher.submit(new_request(request_id="probe", is_probe=True)))
+        assert prices.answer_tokens == assumed
+        tokens = await tokens_of(await here.dispatcher.submit(new_request(request_id="other")))
+        await until(lambda: prices.answer_tokens == len(tokens[0]))

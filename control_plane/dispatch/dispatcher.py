@@ -222,7 +222,7 @@ class Dispatcher:
         self.queue.release_next(state.request.model_id)
 
     def _learn(self, state: RequestState) -> None:
-        """Remember how long answers are, and how much of their prompts was cached. Probes are like nobody's requests."""
+        """Remember how long answers are, and how much of their prompts was cached. Probes tell nothing."""
         room, request = self.queue.room(state.request.model_id), state.request
         if request.is_probe:
             return

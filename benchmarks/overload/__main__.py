@@ -160,10 +160,10 @@ async def _health_cpu_ms(system: System) -> float:
     for _ in range(_HEALTH_CALLS):
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.get(f"http://{host}:{port}/healthz")
-    took = time.perf_counter() - started_at
-    idle_before, _ = system.gateways[0].cpu_seconds, await asyncio.sleep(took)
-    idle = system.gateways[0].cpu_seconds - idle_before
-    return 1000 * max(0.0, idle_before - before - idle) / _HEALTH_CALLS
+    after = system.gateways[0].cpu_seconds
+    await asyncio.sleep(time.perf_counter() - started_at)
+    idle = system.gateways[0].cpu_seconds - after
+    return 1000 * max(0.0, after - before - idle) / _HEALTH_CALLS
 
 
 if __name__ == "__main__":

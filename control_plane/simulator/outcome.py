@@ -86,7 +86,8 @@ def figures(
 
     Times are those of answers; shares in budget are of all requests, unless they say otherwise.
     """
-    every = sorted([*answers, *refused], key=lambda each: each.arrived_at)
+    together: list[Answered | Refused] = [*answers, *refused]
+    every = sorted(together, key=lambda each: each.arrived_at)
     every = every[int(warm_up * len(every)) :]
     counted = [each for each in every if isinstance(each, Answered)]
     turned_away = [each for each in every if isinstance(each, Refused)]

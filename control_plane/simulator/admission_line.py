@@ -6,7 +6,6 @@ What `AdmissionQueue` and the starter of requests do in a gateway with an event 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from control_plane.admission.budgets import NO_BUDGET, Budget
 from control_plane.admission.model_admission import (
@@ -22,7 +21,7 @@ from control_plane.admission.service_classes import class_of
 from control_plane.simulator.engine import Job
 from control_plane.simulator.hindsight import Hindsight, Shadow
 from control_plane.simulator.lines import Attempt, Hall, Reason
-from control_plane.simulator.policies.policy import Placement
+from control_plane.simulator.policies.policy import AdmittingPolicy
 from control_plane.simulator.traces import TraceRequest
 
 _OFFER_SECONDS = 0.5
@@ -43,36 +42,6 @@ class AdmissionRules:
     queue_seconds: float = 30.0
     max_waiting: int = 512
     max_per_account: int = 256
-
-
-@dataclass(frozen=True)
-class PlacementPrice:
-    """What a placement is predicted to take."""
-
-    num_computed_tokens: int
-    device_ms: float
-    """Of the prompt."""
-
-
-@runtime_checkable
-class AdmittingPolicy(Protocol):
-    """A policy that knows the room and the speed of workers."""
-
-    def price(self, placement: Placement) -> PlacementPrice: ...
-
-    def refused(self, number: int, request: TraceRequest) -> None:
-        """A worker that seemed to have room for a request has none."""
-
-    def decodes(self, number: int) -> bool:
-        """Return whether a worker is a decode worker."""
-
-    def work(self, number: int) -> tuple[float, float]:
-        """Return what a decode worker has reported since its report before: seconds of steps, tokens sampled."""
-
-    def has_room(self, number: int, num_tokens: int) -> bool:
-        """Return whether a decode worker's report shows room for so many tokens."""
-
-    def model_of(self, number: int) -> str: ...
 
 
 @dataclass(eq=False)

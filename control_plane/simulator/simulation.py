@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from control_plane.simulator.admission_line import AdmissionLine, AdmissionRules, AdmittingPolicy
+from control_plane.simulator.admission_line import AdmissionLine, AdmissionRules
 from control_plane.simulator.engine import Engine, Job
 from control_plane.simulator.lines import Attempt, FirstCome, Line, Reason
 from control_plane.simulator.links import Links
 from control_plane.simulator.outcome import Answered, Refused
-from control_plane.simulator.policies.policy import Placement, Policy
+from control_plane.simulator.policies.policy import AdmittingPolicy, Placement, Policy
 from control_plane.simulator.pool import Store
 from control_plane.simulator.profiles import FleetProfile
 from control_plane.simulator.traces import TraceRequest

@@ -13,9 +13,8 @@ from control_plane.admission.worker_rooms import SentCall, WorkerRooms
 from control_plane.fleet.registry import Worker
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route
-from control_plane.simulator.admission_line import PlacementPrice
 from control_plane.simulator.engine import Job, Report
-from control_plane.simulator.policies.policy import Placement
+from control_plane.simulator.policies.policy import Placement, PlacementPrice
 from control_plane.simulator.policies.tandem import GRAIN, Flight, TandemPolicy, worker_id
 from control_plane.simulator.profiles import FleetProfile
 from control_plane.simulator.traces import TraceRequest

@@ -56,7 +56,7 @@ class Size:
     token_seconds: float = 0.25
 
 
-FULL = Size((1, 2, 5, 20), 90.0, 20.0, 10.0)
+FULL = Size((1, 2, 5, 20), 75.0, 15.0, 10.0)
 QUICK = Size((1, 5), 8.0, 2.0, 3.0)
 
 

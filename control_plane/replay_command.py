@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.simulator.outcome import Budgets
-from control_plane.simulator.policies.names import POLICIES
+from control_plane.simulator.policies.names import OURS, POLICIES
 from control_plane.simulator.profile_files import BadProfile, read_profile
 from control_plane.simulator.profiles import FleetProfile, h100_fleet
 from control_plane.simulator.replay import Estimate, Replay, compare
@@ -85,6 +85,8 @@ def _replayed(flags: argparse.Namespace) -> dict[str, Any]:
     fleet, budgets = _fleet(flags), Budgets(flags.ttft_budget, flags.tpot_budget)
     replay = Replay(fleet, _source(flags), budgets, flags.load, flags.gateways, flags.warm_up)
     policies = list(dict.fromkeys(flags.policy or ["tandem"]))
+    if fleet.models and not {*policies} <= OURS:
+        raise ValueError(f"only {', '.join(sorted(OURS))} tell several models apart; the profile names some")
     found = compare(replay, policies, range(flags.seeds))
     return {
         "trace": Path(flags.trace).name,

@@ -30,6 +30,7 @@ from tandem_worker.engine_state import EngineState
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import model_card
+from tandem_worker.other_use import OtherUse
 from tandem_worker.requests import ActiveRequest, GatewayStream, RequestTable, record_spans
 from tandem_worker.submit_reader import SubmitReader
 
@@ -50,6 +51,7 @@ class WorkerFront:
         exactness: Exactness = "class",
     ) -> None:
         self.incarnation = incarnation
+        self.other_use = OtherUse[GatewayStream]()
         self.card: pb.ModelCard | None = None
         self._exactness = exactness
         self._reader: SubmitReader | None = None
@@ -99,6 +101,7 @@ class WorkerFront:
 
     def detach(self, stream: GatewayStream) -> None:
         self._streams.discard(stream)
+        self.other_use.forget(stream)
         if not self._streams:
             self._has_no_streams.set()
         for request in self._requests:
@@ -195,6 +198,8 @@ class WorkerFront:
         self._sealed(done.sealed)
         for stream in streams:
             stream.flush(done.step)
+        for stream, event in self.other_use.due():
+            stream.send(event)
         self._offload.on_admitted(done.admitted)
         for filled in done.filled:
             self._offload.on_filled(self._requests.get(filled.request_id), filled)
@@ -213,6 +218,8 @@ class WorkerFront:
         if output.is_last:
             request.ledger.MergeFrom(convert.ledger(output, request.submit))
             wire.ledger.CopyFrom(request.ledger)
+        num_computed = request.ledger.num_computed_tokens if output.is_last else 0
+        self.other_use.used(request.stream, request.submit.fairness_key, num_computed, len(output.token_ids))
         self._connector.on_output(request, output, wire)
         request.stream.add(wire)
 

@@ -117,3 +117,5 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         takes_choices=True,
     )
     stream.send(pb.Event(hello=reply))
+    if hello.takes_used_elsewhere:
+        front.other_use.tell(stream)

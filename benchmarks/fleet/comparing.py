@@ -41,7 +41,7 @@ class Run:
         """Return the figures of one run."""
         if policy != "dynamo":
             replay = Replay(self.fleet, self.source, self.budgets, self.load, self.num_gateways, _WARM_UP)
-            return figures(replay.run(arrivals, policy, seed), self.budgets, _WARM_UP)
+            return replay.run(arrivals, policy, seed)
         python = dynamo_python()
         assert python is not None, "Dynamo is only compared where it is"
         gateways = [Dynamo(self.fleet, arrivals[0].block_tokens, python) for _ in range(self.num_gateways)]

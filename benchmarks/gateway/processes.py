@@ -147,14 +147,19 @@ class Processes:
         """The gateways' state directory."""
         return self._folder / "state"
 
-    def gateway(self, *flags: str) -> Child:
-        """Start a gateway; a second one shares the first one's port, and needs --reuse-port as that one did."""
+    def gateway(self, *flags: str, checkout: Path | None = None) -> Child:
+        """Start a gateway; a second one shares the first one's port, and needs --reuse-port as that one did.
+
+        `checkout`: the folder whose code it runs; None: ours.
+        """
         index = len(self.gateways)
         variables = {
             "TANDEM_CONTROL_LISTEN": f"127.0.0.1:{self._http_port}",
             "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[index]}",
             "TANDEM_INSECURE_PLAINTEXT": "true",  # the stand-ins have no certificates
         }
+        if checkout is not None:
+            variables["PYTHONPATH"] = os.pathsep.join((str(checkout), str(checkout / "protos" / "gen")))
         core = self._server_cores[index % len(self._server_cores)]
         self.gateways.append(self._child(f"gateway-{index}", ["control_plane", *flags], variables, {core}))
         return self.gateways[-1]
@@ -170,6 +175,12 @@ class Processes:
     def beside(self, name: str, module: str, *flags: str) -> Child:
         """Start another process that registers with the gateways, on the worker's cores."""
         return self._child(name, [module, *self.control_addresses, *flags], {}, self._other_cores)
+
+    def engine(self, name: str, *flags: str, variables: Mapping[str, str]) -> Child:
+        """Start a real decode worker, on the workers' cores."""
+        control = ("--control", ",".join(self.control_addresses), "--insecure-plaintext", "--listen", "127.0.0.1:0")
+        arguments = ["decode_svc", *control, "--worker-id", name, *flags]
+        return self._child(name, arguments, variables, self._other_cores)
 
     def bare(self) -> tuple[Child, tuple[str, int]]:
         """Start the bare app, on the first gateway's core; return also its address."""

@@ -16,7 +16,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tandem_runtime import identity, lifecycle, log
 from tandem_runtime.errors import Overloaded, TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
+from tandem_worker.other_use import OtherUse
 
 CONTEXT_LENGTH = 1 << 20
 """Tokens; an answer may be as long as a measurement."""
@@ -114,6 +115,7 @@ class _Answer:
         self._max_tokens = submit.sampling.max_tokens
         self._position = num_shared_tokens + len(submit.token_ids)
         self._end = submit.num_prompt_tokens + submit.sampling.max_tokens
+        self.fairness_key = submit.fairness_key
         self._output = pb.TokenOutput(
             request_id=submit.request_id, attempt=submit.attempt, choice_index=submit.choice_index, token_ids=[0]
         )
@@ -121,6 +123,11 @@ class _Answer:
     @property
     def is_over(self) -> bool:
         return self._position >= self._end
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens that count as computed now: all of them, at the end."""
+        return self._num_prompt_tokens if self.is_over else 0
 
     def next(self) -> pb.TokenOutput:
         output = self._output
@@ -139,11 +146,19 @@ class GatewayStream:
     """One Attach stream: its requests, and the steps that report them."""
 
     def __init__(
-        self, words: Words, token_seconds: float, first_token_seconds: float = 0.0, max_running: int = 0
+        self,
+        words: Words,
+        token_seconds: float,
+        first_token_seconds: float = 0.0,
+        has_room: Callable[[int], bool] = lambda num_own: True,
+        other_use: OtherUse[GatewayStream] | None = None,
     ) -> None:
+        """`has_room`: whether one more request may run, beside so many of this gateway. `other_use`: see there."""
+        self._other_use = other_use or OtherUse()
         self._words = words
         self._first_token_seconds = first_token_seconds
-        self._max_running = max_running
+        self._has_room = has_room
+        self.num_generated = 0
         self._num_turns = _NUM_TURNS if token_seconds else 1
         self._pause_seconds = token_seconds / self._num_turns
         self._running: list[dict[tuple[str, int], _Answer]] = [{} for _ in range(self._num_turns)]
@@ -154,7 +169,9 @@ class GatewayStream:
 
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
-            if command.WhichOneof("kind") == "submit":
+            if command.WhichOneof("kind") == "hello" and command.hello.takes_used_elsewhere:
+                self._other_use.tell(self)
+            elif command.WhichOneof("kind") == "submit":
                 self.submit(command.submit)
             elif command.WhichOneof("kind") == "choices":
                 num_shared_tokens = len(command.choices.shared.token_ids)
@@ -183,7 +200,7 @@ class GatewayStream:
 
     def submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         """Take in a request; `num_shared_tokens` of its prompt came apart from it."""
-        if self._max_running and self.load() >= self._max_running:
+        if not self._has_room(self.load()):
             self.refuse(submit, Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0))
             return
         self.accept(submit)
@@ -208,13 +225,22 @@ class GatewayStream:
         self._asked.set()
 
     def _reply(self, **kind: Any) -> None:
-        self._replies.append(pb.Event(**kind))
+        self.send(pb.Event(**kind))
+
+    def send(self, event: pb.Event) -> None:
+        """Send an event before the next step."""
+        self._replies.append(event)
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
         self._step += 1
         turn = self._running[self._step % self._num_turns]
         outputs = [answer.next() for answer in turn.values()]
+        self.num_generated += len(outputs)
+        for answer in turn.values():
+            self._other_use.used(self, answer.fairness_key, answer.num_computed, 1)
+        for stream, event in self._other_use.due():
+            stream.send(event)
         for request in [request for request, answer in turn.items() if answer.is_over]:
             del turn[request]
         return outputs
@@ -244,19 +270,30 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         context_length: int = CONTEXT_LENGTH,
         first_token_seconds: float = 0.0,
         max_running: int = 0,
+        num_seats: int = 0,
     ) -> None:
-        """`max_running` requests of each gateway run, others are refused; 0: any number."""
+        """`max_running` requests of each gateway run, others are refused; 0: any number.
+
+        `num_seats` of all gateways, and an eighth more, which an engine would let wait; 0: any number.
+        """
         self._max_running = max_running
+        self._num_seats = num_seats
+        self._busy_seconds = 0.0
+        self._reported_at = time.monotonic()
+        self._num_generated = 0
+        """Of streams that have ended."""
         self._token_seconds = token_seconds
         self._first_token_seconds = first_token_seconds
         self._folder = folder
         self._words = Words(folder)
         self._gateways: set[GatewayStream] = set()
+        self._other_use: OtherUse[GatewayStream] = OtherUse()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
             incarnation=identity.new_incarnation(),
             role=pb.WORKER_ROLE_DECODE,
+            settings={"max_num_seqs": str(num_seats)} if num_seats else {},
             host_id=identity.default_host_id(),
             card=model_card(folder, model_id, context_length),
         )
@@ -272,10 +309,23 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
+            self._other_use.forget(gateway)
+            self._num_generated += gateway.num_generated
 
     def new_stream(self) -> GatewayStream:
         """Return what answers on one Attach stream."""
-        return GatewayStream(self._words, self._token_seconds, self._first_token_seconds, self._max_running)
+        return GatewayStream(
+            self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._other_use
+        )
+
+    def _has_room(self, num_own: int) -> bool:
+        if self._max_running and num_own >= self._max_running:
+            return False
+        return not self._num_seats or self._num_running < self._num_seats + self._num_seats // 8
+
+    @property
+    def _num_running(self) -> int:
+        return sum(gateway.load() for gateway in self._gateways)
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         for chunk in asset_chunks(self._folder, self.info.card, request.digest):
@@ -293,8 +343,21 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
 
     def load(self) -> pb.LoadReport:
         pool = pb.KvPool(num_total_blocks=_NUM_BLOCKS, num_free_blocks=_NUM_BLOCKS, tokens_per_block=BLOCK_SIZE)
-        num_running = sum(gateway.load() for gateway in self._gateways)
-        return pb.LoadReport(state=self._state, kv=pool, num_running=num_running)
+        if not self._num_seats:
+            return pb.LoadReport(state=self._state, kv=pool, num_running=self._num_running)
+        return pb.LoadReport(state=self._state, kv=pool, num_running=self._num_running, counters=self._counters())
+
+    def _counters(self) -> dict[str, float]:
+        """Return what an engine would have counted: it has stepped since the last report if anything runs."""
+        now = time.monotonic()
+        self._busy_seconds += now - self._reported_at if self._num_running else 0.0
+        self._reported_at = now
+        num_generated = self._num_generated + sum(gateway.num_generated for gateway in self._gateways)
+        return {
+            "steps": self._busy_seconds / self._token_seconds,
+            "step_seconds": self._busy_seconds,
+            "tokens_generated": float(num_generated),
+        }
 
 
 async def serve(control: list[str], worker: StandIn, drain: asyncio.Event) -> int:
@@ -332,7 +395,10 @@ def main() -> int:
     options.add_argument("--worker-id", default="stand-in")
     options.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, help="in tokens")
     options.add_argument("--max-running", type=int, default=0, help="requests of each gateway; more are refused")
+    options.add_argument("--seats", type=int, default=0, help="requests that run at once, of all gateways together")
     given = options.parse_args()
+    if given.seats and not given.token_seconds:
+        options.error("--seats needs --token-seconds: without a pace there are no steps")
     log.configure("tandem-stand-in", level="warning")
     worker = StandIn(
         given.token_seconds,
@@ -342,6 +408,7 @@ def main() -> int:
         given.context_length,
         given.first_token_seconds,
         given.max_running,
+        given.seats,
     )
     return lifecycle.run(lambda drain: serve(given.control, worker, drain))
 

@@ -38,9 +38,19 @@ class VirtualCounters:
         Call `leave` once the request waits no more.
         """
         if account not in self._num_waiting:
-            least_ms = min(map(self.of, self._num_waiting), default=self._floor_ms)
-            self._set(account, max(self.of(account), least_ms))
+            self._set(account, self.rejoins_at(account))
         self._num_waiting[account] += 1
+
+    def rejoins_at(self, account: str) -> float:
+        """Return the counter of an account whose request would begin to wait now."""
+        if account in self._num_waiting:
+            return self.of(account)
+        return max(self.of(account), self.least_ms)
+
+    @property
+    def least_ms(self) -> float:
+        """Return the least counter of the accounts that wait; where the last one was let in, if none does."""
+        return min(map(self.of, self._num_waiting), default=self._floor_ms)
 
     def leave(self, account: str) -> None:
         """A request waits no more: it was let in, or its caller has left."""
@@ -55,6 +65,15 @@ class VirtualCounters:
     def charge(self, account: str, device_ms: float) -> None:
         """Add what an account has used; a negative amount takes a charge back."""
         self._set(account, self.of(account) + device_ms)
+
+    def knows(self, account: str) -> bool:
+        return account in self._used_ms
+
+    def scale(self, factor: float) -> None:
+        """The unit of what was charged so far has changed."""
+        self._floor_ms *= factor
+        for account in self._used_ms:
+            self._used_ms[account] *= factor
 
     def _set(self, account: str, used_ms: float) -> None:
         self._used_ms[account] = used_ms

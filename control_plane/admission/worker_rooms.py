@@ -35,6 +35,15 @@ class Report:
     num_tokens_generated: float = 0.0
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a worker has done between two reports."""
+
+    step_seconds: float
+    num_tokens: float
+    """Sampled."""
+
+
 @dataclass(eq=False)
 class _Room:
     report: Report
@@ -105,22 +114,20 @@ class WorkerRooms:
     def get(self, incarnation: str) -> _Room | None:
         return self._rooms.get(incarnation)
 
-    def reported(self, incarnation: str, report: Report) -> None:
-        """Take in a load report: it has all calls that the worker had answered."""
+    def reported(self, incarnation: str, report: Report) -> Work:
+        """Take in a load report: it has all calls that the worker had answered. Return the work since the last one."""
         room = self._rooms.get(incarnation)
         if room is None:
             self._rooms[incarnation] = _Room(report)
-            return
+            return Work(0.0, 0.0)
         last = room.report
-        room.times.add(
-            (last.num_running + report.num_running) / 2,
-            report.num_steps - last.num_steps,
-            report.step_seconds - last.step_seconds,
-            report.num_tokens_generated - last.num_tokens_generated,
-        )
+        work = Work(report.step_seconds - last.step_seconds, report.num_tokens_generated - last.num_tokens_generated)
+        num_running = (last.num_running + report.num_running) / 2
+        room.times.add(num_running, report.num_steps - last.num_steps, work.step_seconds, work.num_tokens)
         room.report, room.is_full, room.may_offer = report, False, True
         room.num_tokens = sum(call.num_tokens for call in room.pending)
         room.num_requests = len(room.pending)
+        return work
 
     def forget(self, incarnation: str) -> None:
         """The worker is gone."""

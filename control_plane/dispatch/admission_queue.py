@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from control_plane.admission.budgets import BudgetTable
-from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter
+from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter, longest_wait, seconds_left
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.dispatch.admission_counts import AdmissionCounts
 from control_plane.explain.history import Standing
@@ -81,7 +81,7 @@ class AdmissionQueue:
         if room.must_wait(waiter):
             return True
         if waiter.order is None:
-            room.pass_by(waiter)
+            room.pass_by(waiter, self._clock())
         return False
 
     async def wait(
@@ -142,26 +142,23 @@ class AdmissionQueue:
 
     def _raise_if_late(self, waiter: Waiter, seconds: float) -> None:
         """Raise Overloaded if a request that comes now is predicted to wait too long. Batches may wait."""
-        if waiter.order is not None or waiter.is_moving or waiter.service_class == ServiceClass.BATCH:
-            return
-        predicted = self._predicted_seconds(waiter)
-        budget = self._budgets.of(waiter.model_id).wait_seconds
-        longest = seconds if budget is None else min(seconds, budget)
-        if predicted is not None and predicted > longest > 0:
-            self.counts.refused(waiter.model_id, "late")
+        model_id = waiter.model_id
+        budget = self._budgets.of(model_id)
+        predicted = self.room(model_id).too_late_seconds(waiter, budget, seconds, self._clock())
+        if predicted is not None:
+            self.counts.refused(model_id, "late")
             raise Overloaded(
-                f"{self.num_waiting(waiter.model_id)} requests wait for {waiter.model_id}, and this one would wait for "
-                f"about {predicted:.0f} s, more than {longest:g} s; try again later, or add workers of the model",
-                retry_after_seconds=self.retry_after_seconds(waiter),
+                f"{self.num_waiting(model_id)} requests wait for {model_id}, and this one would wait for about "
+                f"{predicted:.0f} s, more than {longest_wait(budget, seconds):g} s; try again later, or add workers of "
+                "the model",
+                retry_after_seconds=self._with_jitter(predicted),
             )
 
     def _seconds_left(self, waiter: Waiter, refusal: TandemError) -> float:
         """Return how long a request may still wait for room by its model's budget: later it would come too late."""
-        budget = self._budgets.of(waiter.model_id).wait_seconds
-        is_bound = not waiter.is_moving and waiter.service_class != ServiceClass.BATCH
-        if budget is None or not is_bound or not isinstance(refusal, Overloaded):
+        if not isinstance(refusal, Overloaded):
             return math.inf
-        return waiter.came_at + budget - self._clock()
+        return seconds_left(waiter, self._budgets.of(waiter.model_id), self._clock())
 
     def standing(self, waiter: Waiter) -> Standing:
         """Return how a request stands that comes now, for its explanation."""
@@ -183,9 +180,9 @@ class AdmissionQueue:
         """A request looks for room no more, whatever it has found: call this once it has started or failed."""
         self.room(waiter.model_id).gone(waiter)
 
-    def take_back(self, waiter: Waiter, device_ms: float) -> None:
+    def take_back(self, waiter: Waiter) -> None:
         """The workers have not taken a request that was let in."""
-        self.room(waiter.model_id).take_back(waiter, device_ms)
+        self.room(waiter.model_id).take_back(waiter)
 
     def release_next(self, model_id: str) -> None:
         """Let the model's next request look for room. Call when there may be more than before."""
@@ -212,8 +209,11 @@ class AdmissionQueue:
         predicted = self._predicted_seconds(waiter)
         if predicted is None:
             predicted = (refusal.retry_after_seconds if refusal is not None else None) or LEAST_RETRY_SECONDS
-        predicted = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, predicted))
-        return predicted * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
+        return self._with_jitter(predicted)
+
+    def _with_jitter(self, seconds: float) -> float:
+        seconds = min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, seconds))
+        return seconds * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
 
     def bound_accounts_while(self, has_accounts: Callable[[], bool]) -> None:
         """Bound what one account has in a room only while this is true: else any caller takes any account's name."""
@@ -267,7 +267,9 @@ class AdmissionQueue:
         return Overloaded(message, retry_after_seconds=self.retry_after_seconds(waiter))
 
 
-def waiter_of(request: TokenRequest, cost_ms: float, *, is_moving: bool = False) -> Waiter:
+def waiter_of(
+    request: TokenRequest, cost_ms: float, num_answer_tokens: float = 0.0, *, is_moving: bool = False
+) -> Waiter:
     """Return a request's place among those that wait, before it has one."""
     return Waiter(
         request.model_id,
@@ -275,5 +277,6 @@ def waiter_of(request: TokenRequest, cost_ms: float, *, is_moving: bool = False)
         max(ServiceClass.BATCH, min(ServiceClass.PRIORITY, request.priority)),
         len(request.token_ids),
         cost_ms,
-        is_moving,
+        num_answer_tokens,
+        is_moving=is_moving,
     )

@@ -23,7 +23,7 @@ from control_plane.dispatch.trials import Trials
 from control_plane.dispatch.wakeups import WakeupScheduler
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import DEFAULT_GRAIN, AccountPolicies, TokenRequest
 from control_plane.routing.router import Router
@@ -85,6 +85,7 @@ class Dispatcher:
         signer = handle_signer(secret, macs_until)
         router.health.ask_links(links.is_attached)
         links.listen(router.health.stream_broke)
+        links.listen_to_use(self._used_elsewhere)
         self._stalls = StallWatch(router.health)
         self._rooms = RoomKeeper(registry, links, router, self.queue, budgets)
         submitter = Submitter(
@@ -165,6 +166,12 @@ class Dispatcher:
         """Learn how many bytes of a model's bodies make a token."""
         self.queue.room(model_id).prices.prepared(num_bytes, num_tokens)
 
+    def _used_elsewhere(self, worker: Worker, used: pb.UsedElsewhere) -> None:
+        """A worker tells what accounts have used of it at other gateways."""
+        room = self.queue.room(worker.info.card.model_id)
+        for use in used.accounts:
+            room.used_elsewhere(use.fairness_key, use.num_computed_tokens, use.num_sampled_tokens)
+
     @property
     def background(self) -> frozenset[asyncio.Task[Any]]:
         """The background tasks that still run: releases of KV handles, and recoveries."""
@@ -210,16 +217,19 @@ class Dispatcher:
         self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
+        state.settle()
         self._learn(state)
         self.queue.release_next(state.request.model_id)
 
     def _learn(self, state: RequestState) -> None:
-        """Remember how long answers are, and how much of their prompts was cached."""
+        """Remember how long answers are, and how much of their prompts was cached. Probes tell nothing."""
         room, request = self.queue.room(state.request.model_id), state.request
+        if request.is_probe:
+            return
         lengths = [len(choice.tokens) for choice in state.choices if choice.tokens]
         for num_tokens in lengths:
             room.prices.answered(num_tokens)
-        if lengths and not request.is_probe and (usage := state.usage).num_cached_tokens + usage.num_computed_tokens:
+        if lengths and (usage := state.usage).num_cached_tokens + usage.num_computed_tokens:
             num_cached = usage.num_cached_tokens
             room.cached.finished(request.account, request.session_affinity, num_cached, usage.num_prompt_tokens)
 

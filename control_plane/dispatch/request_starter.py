@@ -93,7 +93,8 @@ class RequestStarter:
         share = room.cached.of(request.account, request.session_affinity)
         num_tokens, max_tokens = (1 - share) * len(request.token_ids), request.sampling.max_tokens
         cost_ms = room.prices.request_ms(num_tokens, max_tokens, len(state.choices))
-        return waiter_of(request, cost_ms, is_moving=is_moving)
+        num_answer_tokens = min(room.prices.answer_tokens, max_tokens) * len(state.choices)
+        return waiter_of(request, cost_ms, num_answer_tokens, is_moving=is_moving)
 
     async def _start_when_there_is_room(self, state: RequestState, waiter: Waiter, deadline: float) -> None:
         worker_back_by = min(deadline, time.monotonic() + RESTART_SECONDS)
@@ -191,10 +192,9 @@ class RequestStarter:
         try:
             await _all(waits)
         except TandemError:
-            self._queue.take_back(waiter, device_ms)
+            self._queue.take_back(waiter)
             raise
-        ms_per_token = 1000.0 / self._router.costs.answer_tokens_per_second(route.decodes[0])
-        state.charge_to(self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms, ms_per_token))
+        state.charge_to(self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms))
 
     def _submit_choices(
         self, state: RequestState, choices: Sequence[ChoiceState], route: Route, rank: int

@@ -241,7 +241,13 @@ class RequestState:
 
     def charge_to(self, meter: AnswerMeter) -> None:
         """Charge the tokens that come from now on to an account."""
+        self.settle()
         self._meter = meter
+
+    def settle(self) -> None:
+        """No more tokens come: give back what was charged for them in advance."""
+        if self._meter is not None:
+            self._meter.ended()
 
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""

@@ -95,6 +95,7 @@ class RoomKeeper:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self.rooms.forget(worker.incarnation)
+            self._queue.room(worker.info.card.model_id).worker_gone(worker.incarnation)
             return
         self._take(worker)
         if worker.is_usable and worker.info.card.model_id:
@@ -104,7 +105,10 @@ class RoomKeeper:
         """Take in a load report, and let the next request of the model look if it may be taken."""
         if worker.role not in _ROLES:
             return
-        self._take(worker)
+        work = self.rooms.reported(worker.incarnation, report_of(worker))
+        if worker.role == pb.WORKER_ROLE_DECODE and worker.info.card.model_id:
+            room = self._queue.room(worker.info.card.model_id)
+            room.stepped(worker.incarnation, work.step_seconds, work.num_tokens)
 
         def has_room(waiter: Waiter) -> bool:
             if worker.role != pb.WORKER_ROLE_DECODE:

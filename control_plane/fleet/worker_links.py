@@ -80,21 +80,26 @@ class WorkerLink:
         turns: Turns | None = None,
         on_break: Callable[[Worker, int], None] = lambda worker, num_calls: None,
         on_attached: Callable[[Worker], None] = lambda worker: None,
+        on_used: Callable[[Worker, pb.UsedElsewhere], None] = lambda worker, used: None,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
         `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
-        the worker has answered on a new one.
+        the worker has answered on a new one; `on_used` when it tells what other gateways' requests have used.
         """
         self.worker = worker
         self.is_attached = False
         """Whether the worker has answered the hello of the stream that is open now."""
         self._on_break = on_break
         self._on_attached = on_attached
+        self._on_used = on_used
         self._member = member
         self._turns = turns or Turns()
         self._hello = pb.AttachHello(
-            gateway_id=gateway_id, gateway_incarnation=gateway_incarnation, worker_incarnation=worker.incarnation
+            gateway_id=gateway_id,
+            gateway_incarnation=gateway_incarnation,
+            worker_incarnation=worker.incarnation,
+            takes_used_elsewhere=True,
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
         self._reports: dict[tuple[str, int], Report] = {}
@@ -229,6 +234,8 @@ class WorkerLink:
                 self._takes_choices, self.is_attached = event.hello.takes_choices, True
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
                 self._on_attached(self.worker)
+            case "used_elsewhere":
+                self._on_used(self.worker, event.used_elsewhere)
 
     def _output(self, output: pb.TokenOutput) -> None:
         """Pass an output on; an output that its request rejects ends that request, not the stream of all others."""
@@ -286,6 +293,7 @@ class LinkPool:
         self._turns = Turns()
         self._listeners: list[Callable[[Worker, int], None]] = []
         self._attached_listeners: list[Callable[[Worker], None]] = []
+        self._use_listeners: list[Callable[[Worker, pb.UsedElsewhere], None]] = []
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
@@ -302,6 +310,10 @@ class LinkPool:
     def listen_to_attached(self, on_attached: Callable[[Worker], None]) -> None:
         """Call `on_attached` when a worker has answered on a new stream."""
         self._attached_listeners.append(on_attached)
+
+    def listen_to_use(self, on_used: Callable[[Worker, pb.UsedElsewhere], None]) -> None:
+        """Call `on_used` when a worker tells what other gateways' requests have used of it."""
+        self._use_listeners.append(on_used)
 
     def is_attached(self, incarnation: str) -> bool:
         """Return whether the stream to a worker is open, and the worker has answered on it."""
@@ -325,6 +337,10 @@ class LinkPool:
         for listener in self._attached_listeners:
             listener(worker)
 
+    def _used(self, worker: Worker, used: pb.UsedElsewhere) -> None:
+        for listener in self._use_listeners:
+            listener(worker, used)
+
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role not in _ATTACHED:
             return
@@ -337,6 +353,7 @@ class LinkPool:
                 self._turns,
                 self._broke,
                 self._attached,
+                self._used,
             )
         elif is_here:
             self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded

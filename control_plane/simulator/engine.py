@@ -221,6 +221,11 @@ class Engine:
         if self._batch is not None:
             self._batch.advance(steps)
 
+    def num_generated(self, job: Job, now: float) -> float:
+        """Return how many tokens of a job's answer there are."""
+        self.advance(now)
+        return job.num_generated + (self._step - job.started_step if job.sequence else 0.0)
+
     def change(self, now: float) -> None:
         """Do what is due now: answers and prompts end, and others take their place."""
         self.advance(now)
@@ -302,11 +307,14 @@ class Engine:
         return self.profile.chunk_tokens_with_answers if self._running else self.profile.chunk_tokens
 
     def _begin_batch(self) -> None:
-        """Take the first prompt, and those behind it that fit into its step."""
+        """Take the first prompt, and those behind it that fit into its step; with an answer here it needs a seat."""
         jobs: list[Job] = []
         num_tokens, seconds = 0, 0.0
+        num_seats = self.profile.max_num_seqs - len(self._running) - len(self._ready)
         while self._waiting:
             job = self._waiting[0]
+            if job.decodes and len(jobs) >= num_seats:
+                break
             num_cached = self.pool.num_found(job.block_ids) * self.pool.block_tokens
             if jobs and num_tokens + job.num_context - num_cached > self._chunk_tokens:
                 break

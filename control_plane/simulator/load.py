@@ -46,6 +46,13 @@ def prefill_seconds(trace: Sequence[TraceRequest], fleet: FleetProfile) -> float
     return seconds
 
 
+def device_seconds(request: TraceRequest, num_cached: int, fleet: FleetProfile) -> float:
+    """Return the worker-seconds of one request of which so many prompt tokens are cached."""
+    profile = fleet.prefill if fleet.num_prefill else fleet.decode
+    num_computed = request.num_prompt_tokens - num_cached
+    return profile.prompt_seconds(num_computed, num_cached) + decode_seconds([request], fleet)
+
+
 def decode_seconds(trace: Sequence[TraceRequest], fleet: FleetProfile) -> float:
     """Return the worker-seconds of all answers at full batches."""
     profile = fleet.decode

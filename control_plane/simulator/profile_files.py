@@ -20,7 +20,7 @@ def read_profile(path: Path) -> FleetProfile:
         entries = json.loads(path.read_text(encoding="utf-8"))
         entries.setdefault("decode", entries["prefill"])
         roles = {role: WorkerProfile(**_known(WorkerProfile, entries[role])) for role in ("prefill", "decode")}
-        entries["cores"] = tuple(entries.get("cores", ()))
+        entries |= {name: tuple(entries.get(name, ())) for name in ("cores", "models")}
         return FleetProfile(**_known(FleetProfile, {**entries, **roles}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadProfile(f"{path.name} is no fleet profile: {error}") from error

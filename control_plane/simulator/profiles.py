@@ -80,16 +80,27 @@ class FleetProfile:
     """Between two load reports of a worker."""
     cores: tuple[int, ...] = ()
     """The core of each worker, where workers share cores and halve each other's speed; empty: each has its own."""
+    models: tuple[str, ...] = ()
+    """The model of each worker; empty: all have one, and requests name none."""
 
     def __post_init__(self) -> None:
         if self.num_prefill < 0 or self.num_decode < 1 or self.num_hosts < 1:
             raise ValueError("a fleet has at least one decode worker and one host")
         if self.cores and len(self.cores) != self.num_workers:
             raise ValueError(f"{len(self.cores)} cores are named for {self.num_workers} workers")
+        if self.models and len(self.models) != self.num_workers:
+            raise ValueError(f"{len(self.models)} models are named for {self.num_workers} workers")
 
     @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
+
+    def profile_of(self, number: int) -> WorkerProfile:
+        return self.prefill if number < self.num_prefill else self.decode
+
+    def model_of(self, number: int) -> str:
+        """Return the model of a worker; "": the only one."""
+        return self.models[number] if self.models else ""
 
     def host_of(self, number: int) -> int:
         """Return the host of a worker."""

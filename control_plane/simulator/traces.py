@@ -3,9 +3,9 @@
 The form is Mooncake's: a JSON object per line with `timestamp` (ms), `input_length`, `output_length` (tokens) and
 `hash_ids`, one for each block of the prompt. A hash id stands for a block and all blocks before it, so two prompts that
 begin with the same ids begin with the same tokens. Tandem adds optional fields: `block_tokens` (512 if absent),
-`max_tokens`, `session`, and `after` with `gap_ms`: the request is sent that long after an earlier line's answer, and
-never before its own timestamp. Azure's CSV (timestamp, context tokens, generated tokens) is read too, without shared
-prefixes.
+`max_tokens`, `session`, `model`, `account`, `service_tier`, and `after` with `gap_ms`: the request is sent that long
+after an earlier line's answer, and never before its own timestamp. Azure's CSV (timestamp, context tokens, generated
+tokens) is read too, without shared prefixes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 BLOCK_TOKENS = 512
 _LEAST_MAX_TOKENS = 1024
 """What a client of a trace without `max_tokens` asks for, or its answer's length if that is more."""
+_NAMES = ("model", "account", "service_tier")
 _MAX_TOKENS_OF_ONE = 10_000_000
 
 
@@ -47,6 +48,10 @@ class TraceRequest:
     after: int | None = None
     """Number of the request whose answer this one follows."""
     gap_seconds: float = 0.0
+    model: str = ""
+    account: str = ""
+    service_tier: str = ""
+    """As clients name it; "": none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_prompt_tokens <= _MAX_TOKENS_OF_ONE or self.num_output_tokens < 1:
@@ -101,6 +106,7 @@ def _request_of(entry: dict[str, Any], number: int) -> TraceRequest:
         str(entry.get("session", "")),
         None if after is None else int(after),
         float(entry.get("gap_ms", 0)) / 1000,
+        *(str(entry.get(name, "")) for name in _NAMES),
     )
 
 
@@ -130,6 +136,7 @@ def line_of(request: TraceRequest) -> str:
         "session": request.session or None,
         "after": request.after,
         "gap_ms": round(1000 * request.gap_seconds, 3) or None,
+        **{name: getattr(request, name) or None for name in _NAMES},
     }
     return json.dumps(entry | {name: value for name, value in optional.items() if value is not None})
 

@@ -24,6 +24,13 @@ _COLUMNS = (
     ("cached", "cached_share", "{:.1%}"),
     ("handed over", "handed_over_share", "{:.0%}"),
 )
+_OF_ADMISSION = (
+    ("refused", "refused_share", "{:.1%}"),
+    ("accepted, in budget", "accepted_met_share", "{:.1%}"),
+    ("refused, would be in budget", "refused_would_share", "{:.1%}"),
+)
+"""Shown if any policy has refused a request."""
+_SHARE = "share."
 
 
 class NotInstalled(Exception):
@@ -55,12 +62,24 @@ def view(found: Mapping[str, Any]) -> Table:
         f"{found['trace']} on {found['num_prefill']} prefill and {found['num_decode']} decode workers (simulated), "
         f"load {load}, {found['num_seeds']} run{'s' if found['num_seeds'] > 1 else ''}"
     )
-    table = Table("policy", *(name for name, _, _ in _COLUMNS), title=title, title_justify="left", box=box.SIMPLE)
+    policies = found["policies"]
+    has_refused = any(figures["refused_share"]["mean"] for figures in policies.values())
+    columns = (*_COLUMNS, *_OF_ADMISSION) if has_refused else _COLUMNS
+    has_accounts = any(name.startswith(_SHARE) for figures in policies.values() for name in figures)
+    names = [*(name for name, _, _ in columns), *(["device time by account"] if has_accounts else [])]
+    table = Table("policy", *names, title=title, title_justify="left", box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
-    for policy, figures in found["policies"].items():
-        table.add_row(policy, *(_cell(figures[name], form) for _, name, form in _COLUMNS))
+    for policy, figures in policies.items():
+        cells = [_cell(figures[name], form) for _, name, form in columns]
+        table.add_row(policy, *cells, *([_accounts(figures)] if has_accounts else []))
     return table
+
+
+def _accounts(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the part of each account that the run has told of."""
+    parts = ((name.removeprefix(_SHARE), each["mean"]) for name, each in figures.items() if name.startswith(_SHARE))
+    return ", ".join(f"{account} {part:.1%}" for account, part in parts)
 
 
 def _cell(figure: Mapping[str, float | None], form: str) -> str:

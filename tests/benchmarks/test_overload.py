@@ -2,44 +2,157 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lib.command import Outcome
-from benchmarks.overload.__main__ import NUM_TOKENS, SHARES, Asked, Load, Size, enter, fair_shares, measure_loads
+from benchmarks.overload import gateways
+from benchmarks.overload.__main__ import Size, measured_load
+from benchmarks.overload.arrivals import ACCOUNTS, Sizes, arrivals
+from benchmarks.overload.asking import Asked
+from benchmarks.overload.entering import enter
+from benchmarks.overload.judging import Load, acceptance_by_length
+from benchmarks.overload.simulated import admitted, all_accepted
+from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, started
+from control_plane.admission.budgets import Budget
+from control_plane.simulator.outcome import Budgets
+from control_plane.simulator.profiles import FleetProfile, WorkerProfile
+from control_plane.simulator.traces import TraceRequest
+
+BUDGETS = Budgets(3.0, 0.25)
+WORKER = WorkerProfile(90.0, 0.0, 0.0, 0.001, 0.0, 1 << 20, 1024, max_num_seqs=9)
+PROFILE = FleetProfile(0, 2, WORKER, WORKER, models=MODELS)
+CAPACITY = 10.0
 
 
-def answered(account: str, at: float, first_at: float, ended_at: float) -> Asked:
-    return Asked(account, at, 200, None, first_at, ended_at, NUM_TOKENS)
+def request(account: str, at: float, answer: int = 20, number: int = 0) -> TraceRequest:
+    return TraceRequest(number, at, 10, answer, model="one", account=account)
 
 
-def refused(account: str, at: float) -> Asked:
-    return Asked(account, at, 429, 0.010)
+def answered(account: str, at: float, ttft: float = 1.0, tpot: float = 0.1, answer: int = 20) -> Asked:
+    ended = at + ttft + (answer - 1) * tpot
+    return Asked(request(account, at, answer), 0, at, 200, None, at + ttft, ended, answer)
 
 
-def test_an_account_gets_what_it_asks_for_and_at_most_an_equal_part_of_the_rest() -> None:
-    assert fair_shares(1) == pytest.approx(SHARES)
-    assert fair_shares(2) == pytest.approx({"greedy": 0.6, "small": 0.2, "other": 0.2})
-    assert fair_shares(20) == pytest.approx(dict.fromkeys(SHARES, 1 / 3))
+def refused(account: str, at: float, answer: int = 20, number: int = 0) -> Asked:
+    return Asked(request(account, at, answer, number), 0, at, 429, 0.010)
 
 
-def test_a_load_is_judged_beside_the_first_by_goodput_budgets_parts_and_refusals() -> None:
-    one = Load(1, 12.0, [answered("greedy", i, i + 0.1, i + 1) for i in range(2, 10)])
-    fair = [answered(account, i, i + 1, i + 2) for i in (3, 5, 7) for account in SHARES]
-    well = Load(20, 12.0, [*fair, *(refused("greedy", i) for i in range(10))])
-    late = [answered("greedy", i, i + 9, i + 10) for i in range(2)]
-    ill = Load(20, 12.0, [*fair[:3], *late, refused("small", 1.0)])
+def load(times: float, asked: list[Asked], **more: object) -> Load:
+    return replace(Load(times, 12.0, 2.0, asked, BUDGETS, PROFILE), **more)  # type: ignore[arg-type]
+
+
+def test_arrivals_are_the_same_for_a_seed_and_the_small_account_asks_at_one_gateway() -> None:
+    first, again, other = (arrivals(50.0, 20.0, Sizes((5, 9), (20, 40)), MODELS, 2, seed) for seed in ("a", "a", "b"))
+    assert first == again != other
+    assert len(first.requests) == pytest.approx(1000, rel=0.15)
+    used = {(each.account, gateway) for each, gateway in zip(first.requests, first.gateways, strict=True)}
+    assert used == {("greedy", 0), ("greedy", 1), ("small", 0), ("other", 0), ("other", 1)}
+    greedy = sum(each.account == "greedy" for each in first.requests) / len(first.requests)
+    assert greedy == pytest.approx(ACCOUNTS["greedy"].share, abs=0.05)
+
+
+def test_a_load_is_judged_by_goodput_budgets_parts_and_refusals() -> None:
+    one = load(1, [answered("greedy", at) for at in range(1, 9)])
+    assert one.goodput == pytest.approx(0.8) and one.good_tokens == pytest.approx(16)
+    assert (one.met_share, one.would_share, one.refusal_ms_p99) == (1.0, 0.0, 0.0)
+    late = load(5, [answered("greedy", 3, ttft=3.1), answered("greedy", 4, tpot=0.3), answered("greedy", 5)])
+    assert late.met_share == pytest.approx(1 / 3)
+    cut = replace(answered("greedy", 3), ended_at=None)
+    assert load(5, [cut]).num_failed == 1 and load(5, [cut]).met_share == 0
+    turned = load(5, [refused("greedy", 3.0, number=number) for number in range(4)], would=frozenset({1, 9}))
+    assert turned.would_share == 0.25
+    assert turned.refusal_ms_p99 == pytest.approx(10)
+
+
+def test_each_account_has_a_fair_part_of_the_workers_time() -> None:
+    fair = load(20, [answered(account, at) for at in (3, 5, 7) for account in ACCOUNTS])
+    assert fair.unfairness == pytest.approx(0, abs=1e-9)
+    turned = [refused("small", 4.0 + number / 10) for number in range(20)]
+    greedy = load(20, [*fair.asked, *turned, answered("greedy", 4)])
+    assert greedy.fair_shares["small"] > greedy.account_shares["small"]
+    assert greedy.account_shares["greedy"] == pytest.approx(0.4)
+    assert greedy.unfairness > 0.1
+
+
+def test_acceptance_by_length_is_that_of_each_load() -> None:
+    def of(answer: int, num_accepted: int, num_refused: int) -> list[Asked]:
+        accepted = [answered("a", 3, answer=answer) for _ in range(num_accepted)]
+        return [*accepted, *(refused("a", 3, answer=answer) for _ in range(num_refused))]
+
+    even = [load(2, [each for length in range(10, 110, 10) for each in of(length, 5, 5)])]
+    even.append(load(20, [each for length in range(10, 110, 10) for each in of(length, 1, 19)]))
+    assert [part for _, part, _ in acceptance_by_length(even)] == pytest.approx([1.0] * 10)
+    uneven = [load(2, [*of(10, 8, 2), *of(90, 2, 8)])]
+    parts = [part for _, part, _ in acceptance_by_length(uneven)]
+    assert sum(parts[:5]) / 5 == pytest.approx(1.6) and sum(parts[5:]) / 5 == pytest.approx(0.4)
+
+
+def test_targets_are_met_or_missed() -> None:
+    one = load(1, [answered("greedy", at) for at in range(1, 9)], cpu_seconds=1.0)
+    well = load(
+        20,
+        [
+            each
+            for account in ACCOUNTS
+            for place in range(10)
+            for each in (answered(account, 3 + place / 2), refused(account, 4.0), refused(account, 4.0))
+        ],
+        cpu_seconds=1.06,
+    )
+    ill = load(
+        20, [answered("greedy", 3, ttft=9.0), *(replace(refused("small", 4.0), refused_after=2.0) for _ in range(30))]
+    )
+    outcomes = []
+    for loads in ([one, well], [one, ill]):
+        outcomes.append(Outcome())
+        enter(outcomes[-1], loads, health_ms=0.5)
+    assert [target.is_met for target in outcomes[0].targets].count(False) == 0
+    assert outcomes[0].figures["refusal_cpu_ms"] == pytest.approx(1.0)
+    assert outcomes[0].figures["load_20.goodput_of_first"] == pytest.approx(3 / 0.8)
+    missed = "".join(target.text for target in outcomes[1].targets if not target.is_met)
+    assert all(word in missed for word in ("goodput", "met both budgets", "fair part", "a refusal takes 2000.0 ms"))
+    assert outcomes[1].figures["load_20.late_refusals"] == 1.0
+
+
+def test_the_simulator_admits_the_same_arrivals_or_accepts_all() -> None:
+    coming = arrivals(4 * CAPACITY, 20.0, STAND_IN_SIZES, MODELS, 2, "test")
+    would = all_accepted(PROFILE, coming, 2, BUDGETS)
+    assert would and max(would) < len(coming.requests) / 2, "later ones wait behind all that came before"
+    found = admitted(PROFILE, coming, 2, BUDGETS, Budget(3.0, 0.25), warm_up=0.2)
+    assert found["accepted_met_share"] > 0.9
+    assert found["goodput_per_second"] > 0.85 * CAPACITY
+
+
+def test_numbers_of_gateways_are_compared_with_the_first() -> None:
+    fair = load(3, [answered(account, at) for at in (3, 5, 7) for account in ACCOUNTS])
+    uneven = load(3, [answered("greedy", at) for at in (3, 5, 7)])
     outcome = Outcome()
-    enter(outcome, [one, well, ill])
-    assert [target.is_met for target in outcome.targets] == [True] * 4 + [False, False, False, True]
-    assert outcome.figures["load_1_goodput"] == pytest.approx(0.8)
-    assert outcome.figures["load_20_refused_share"] == pytest.approx(1 / 6)
+    gateways.enter(
+        outcome,
+        [gateways.Compared(1, fair, None), gateways.Compared(2, fair, uneven)],
+    )
+    assert [target.is_met for target in outcome.targets] == [True, True, False, False]
+    assert outcome.figures["gateways_2.one_killed.goodput_of_first"] == pytest.approx(1 / 3)
+
+
+def test_the_simulator_compares_numbers_of_gateways_without_processes() -> None:
+    one, two = gateways.simulate_gateways((1, 2), 40.0, 5.0)
+    assert (one.num_gateways, two.num_gateways) == (1, 2)
+    assert two.before.goodput == pytest.approx(one.before.goodput, rel=0.1)
+    assert one.before.met_share > 0.95 and one.before.num_failed == 0
+    assert {each.gateway for each in two.before.asked} == {0, 1}
 
 
 @pytest.mark.timeout(120)
 async def test_a_short_overload_is_answered_in_part(tmp_path: Path) -> None:
-    (load,) = await measure_loads(Size((8.0,), 3.0), tmp_path / "overload", lambda line: None)
-    statuses = {each.status for each in load.asked}
-    assert statuses == {200, 429}
-    assert all((each.status == 200) == (each.ended_at is not None) for each in load.asked)
+    size = Size((8.0,), 4.0, 1.0, 3.0)
+    async with started(Setup(2, 3.0, 0.25, is_stand_in=True), tmp_path / "overload", lambda line: None) as system:
+        found = await measured_load(system, 8.0, size, lambda line: None)
+    assert {each.status for each in found.asked} == {200, 429}
+    assert found.num_failed == 0
+    assert all(each.num_tokens == each.request.num_output_tokens for each in found.asked if each.status == 200)
+    assert {each.request.model for each in found.asked if each.status == 200} == set(MODELS)
+    assert found.simulated["refused_share"] > 0.3

@@ -18,9 +18,10 @@ from tandem_client.cli.replay import view
 def found(half: float | None) -> dict[str, Any]:
     names = (
         "ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p99", "goodput_share", "goodput_per_second", "cached_share",
-        "handed_over_share",
+        "handed_over_share", "accepted_met_share", "refused_would_share",
     )  # fmt: skip
     figures = {name: {"mean": 0.5 if "share" in name else 1234.5, "half": half} for name in names}
+    figures["refused_share"] = {"mean": 0.0, "half": half}
     return {
         "trace": "t.jsonl",
         "num_prefill": 3,
@@ -45,6 +46,20 @@ def test_the_table_has_the_fleet_the_load_and_a_row_for_each_policy() -> None:
 
 def test_several_runs_show_intervals() -> None:
     assert "1,234 ± 0" in shown(0.25) and "5 runs" in shown(0.25)
+
+
+def test_refusals_and_accounts_are_shown_where_there_are_any() -> None:
+    assert "refused" not in shown(None) and "account" not in shown(None)
+    with_both = found(None)
+    figures = with_both["policies"]["tandem"]
+    with_both["policies"]["tandem"] = figures | {
+        "refused_share": {"mean": 0.25, "half": None},
+        "share.greedy": {"mean": 0.75, "half": None},
+        "share.small": {"mean": 0.25, "half": None},
+    }
+    out = io.StringIO()
+    Console(file=out, width=300).print(view(with_both))
+    assert "refused" in out.getvalue() and "greedy 75.0%, small 25.0%" in out.getvalue()
 
 
 @pytest.mark.parametrize("as_json", [False, True])

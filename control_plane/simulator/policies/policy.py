@@ -6,7 +6,7 @@ A policy is one gateway's knowledge. Several gateways are several policies that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from control_plane.simulator.engine import Job, Report
 from control_plane.simulator.traces import TraceRequest
@@ -48,3 +48,33 @@ class Policy(Protocol):
 
     def report(self, report: Report, now: float) -> None:
         """A worker's load report has come."""
+
+
+@dataclass(frozen=True)
+class PlacementPrice:
+    """What a placement is predicted to take."""
+
+    num_computed_tokens: int
+    device_ms: float
+    """Of the prompt."""
+
+
+@runtime_checkable
+class AdmittingPolicy(Protocol):
+    """A policy that knows the room and the speed of workers."""
+
+    def price(self, placement: Placement) -> PlacementPrice: ...
+
+    def refused(self, number: int, request: TraceRequest) -> None:
+        """A worker that seemed to have room for a request has none."""
+
+    def decodes(self, number: int) -> bool:
+        """Return whether a worker is a decode worker."""
+
+    def work(self, number: int) -> tuple[float, float]:
+        """Return what a decode worker has reported since its report before: seconds of steps, tokens sampled."""
+
+    def has_room(self, number: int, num_tokens: int) -> bool:
+        """Return whether a decode worker's report shows room for so many tokens."""
+
+    def model_of(self, number: int) -> str: ...

@@ -27,12 +27,12 @@ from tandem_engine.scheduling.block_hash import NUM_HASH_BYTES
 from tandem_runtime.errors import Overloaded
 
 _MODEL = "simulated"
-_GRAIN = 16
+GRAIN = 16
 _CONTEXT_LENGTH = 1 << 20
 
 
 @dataclass(eq=False)
-class _Flight:
+class Flight:
     """What the router counts of a request while it runs."""
 
     route: Route
@@ -54,20 +54,20 @@ class TandemPolicy:
         hand_over: HandOver = "if_cheaper",
     ) -> None:
         """`hand_over`: whether prefill workers compute prompts; always and never are there to be compared with."""
-        self._fleet = fleet
+        self.fleet = fleet
         self._hand_over = hand_over
         self._now = 0.0
         clock = lambda: self._now  # noqa: E731
-        self._registry = WorkerRegistry(1e9, 2e9, clock, grain=_GRAIN)
+        self._registry = WorkerRegistry(1e9, 2e9, clock, grain=GRAIN)
         self._register()
         health = WorkerHealth(self._registry, clock)
         self.router = Router(self._registry, rng=random.Random(seed), health=health, clock=clock)
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
 
     # ------------------------------------------------------------------------------------------------- the registry
 
     def _register(self) -> None:
-        fleet = self._fleet
+        fleet = self.fleet
         for host in range(fleet.num_hosts):
             info = pb.WorkerInfo(
                 worker_id=_kv_id(host),
@@ -89,13 +89,17 @@ class TandemPolicy:
             self._registry.register(info, load)
         for number in range(fleet.num_workers):
             is_prefill = number < fleet.num_prefill
-            profile = fleet.prefill if is_prefill else fleet.decode
+            profile = fleet.profile_of(number)
             info = pb.WorkerInfo(
-                worker_id=_worker_id(number),
-                incarnation=_worker_id(number),
+                worker_id=worker_id(number),
+                incarnation=worker_id(number),
                 role=pb.WORKER_ROLE_PREFILL if is_prefill else pb.WORKER_ROLE_DECODE,
                 card=pb.ModelCard(
-                    model_id=_MODEL, context_length=_CONTEXT_LENGTH, block_size=_GRAIN, takes_spaces=True
+                    model_id=fleet.model_of(number) or _MODEL,
+                    context_length=_CONTEXT_LENGTH,
+                    block_size=GRAIN,
+                    takes_spaces=True,
+                    fingerprint=pb.Fingerprint(weights_digest=fleet.model_of(number)),
                 ),
                 host_id=_host_id(fleet.host_of(number)),
                 kv_address=_kv_address(fleet.host_of(number)),
@@ -103,18 +107,18 @@ class TandemPolicy:
             empty = Report(number, 0, 0, 0, profile.kv_tokens, 0, 0, 0.0, 0.0, 0, 0.0)
             self._registry.register(info, _load_of(empty, profile))
 
-    def _worker(self, number: int) -> Worker:
-        worker = self._registry.get(_worker_id(number))
+    def worker(self, number: int) -> Worker:
+        worker = self._registry.get(worker_id(number))
         assert worker is not None, "simulated workers never leave"
         return worker
 
     def report(self, report: Report, now: float) -> None:
         self._now = now
-        profile = self._fleet.prefill if report.number < self._fleet.num_prefill else self._fleet.decode
+        profile = self.fleet.profile_of(report.number)
         beat = cp.HeartbeatRequest(
-            worker_id=_worker_id(report.number),
-            incarnation=_worker_id(report.number),
-            kv_address=_kv_address(self._fleet.host_of(report.number)),
+            worker_id=worker_id(report.number),
+            incarnation=worker_id(report.number),
+            kv_address=_kv_address(self.fleet.host_of(report.number)),
             load=_load_of(report, profile),
         )
         is_known = self._registry.heartbeat(beat)
@@ -126,17 +130,16 @@ class TandemPolicy:
         self._now = now
         hashes = chain_of(request)
         routing = RoutingRequest(
-            _MODEL,
+            request.model if self.fleet.models else _MODEL,
             request.num_prompt_tokens,
             request.requested_tokens,
             hashes,
-            _GRAIN,
+            GRAIN,
             request.session,
             hand_over=self._hand_over,
         )
-        try:
-            route = self.router.choose(routing)
-        except Overloaded:
+        route = self.routed(routing)
+        if route is None:
             return None
         estimate = route.estimate(route.prefill or route.decodes[0])
         cached = estimate.cached if estimate is not None else None
@@ -146,32 +149,39 @@ class TandemPolicy:
             tuple(map(_number_of, route.decodes)),
             int(source.removeprefix("kv-")) if source else None,
             0 if cached is None else cached.own + cached.host + cached.remote,
-            _Flight(route, hashes),
+            Flight(route, hashes),
         )
+
+    def routed(self, routing: RoutingRequest) -> Route | None:
+        """Return the route of a request; None: it has to wait."""
+        try:
+            return self.router.choose(routing)
+        except Overloaded:
+            return None
 
     def accepted(self, request: TraceRequest, placement: Placement, decode: int) -> None:
         flight = placement.handle
-        assert isinstance(flight, _Flight)
+        assert isinstance(flight, Flight)
         in_flight, prefill = self.router.in_flight, flight.route.prefill
-        computes = self._worker(decode) if prefill is None else prefill
+        computes = self.worker(decode) if prefill is None else prefill
         estimate = flight.route.estimate(computes)
         num_to_compute = request.num_prompt_tokens if estimate is None else estimate.num_computed_tokens
         if prefill is not None:
             flight.prefill = in_flight.add(prefill.incarnation, num_prefill_tokens=num_to_compute)
         flight.decode = in_flight.add(
-            _worker_id(decode),
+            worker_id(decode),
             num_prefill_tokens=num_to_compute if prefill is None else 0,
             num_decode_tokens=request.num_prompt_tokens + request.requested_tokens,
             num_answers=1,
         )
         self._flights[request.number] = flight
         self.router.affinity.remember(
-            request.session, SessionRoute(prefill.incarnation if prefill else "", _worker_id(decode))
+            request.session, SessionRoute(prefill.incarnation if prefill else "", worker_id(decode))
         )
 
     def prompt_read(self, request: TraceRequest, worker: int, job: Job, *, was_pulled: bool) -> None:
-        flight, reader = self._flights[request.number], self._worker(worker)
-        host_id = reader.info.host_id if self._fleet.store_tokens and not was_pulled else ""
+        flight, reader = self._flights[request.number], self.worker(worker)
+        host_id = reader.info.host_id if self.fleet.store_tokens and not was_pulled else ""
         self.router.prefixes.learn(flight.hashes, reader.incarnation, host_id, space=index_space(reader))
         if was_pulled:
             return
@@ -190,7 +200,7 @@ class TandemPolicy:
             entry.remove()
             flight.prefill_ledger = ledger
 
-    def _compare(self, flight: _Flight, reader: Worker, job: Job) -> None:
+    def _compare(self, flight: Flight, reader: Worker, job: Job) -> None:
         """Let the router learn what was not where it was expected."""
         estimate = flight.route.estimate(reader)
         if estimate is None:
@@ -199,8 +209,8 @@ class TandemPolicy:
         self.router.costs.store_used(reader.info.host_id, cached.host, num_found)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
-            end = (cached.own + cached.host + cached.remote) // _GRAIN
-            first = end - min(num_missing, cached.remote) // _GRAIN
+            end = (cached.own + cached.host + cached.remote) // GRAIN
+            first = end - min(num_missing, cached.remote) // GRAIN
             self.router.prefixes.forget(flight.hashes[first:end], cached.remote_host, first, index_space(reader))
 
     def ended(self, request: TraceRequest, decode: int, hand_over_seconds: float | None) -> None:
@@ -214,7 +224,7 @@ class TandemPolicy:
 
 def chain_of(request: TraceRequest) -> BlockHashes:
     """Return the hashes of a prompt's full blocks, in the fleet's grain."""
-    num_hashes = request.block_tokens // _GRAIN
+    num_hashes = request.block_tokens // GRAIN
     return BlockHashes(b"".join(_hashes_of(hash_id, num_hashes) for hash_id in request.full_blocks))
 
 
@@ -225,9 +235,9 @@ def _hashes_of(hash_id: int, number: int) -> bytes:
 
 
 def _load_of(report: Report, profile: WorkerProfile) -> pb.LoadReport:
-    num_total = report.num_total_tokens // _GRAIN
-    num_used = min(num_total, -(-report.num_used_tokens // _GRAIN))
-    num_cached = min(num_total - num_used, report.num_cached_tokens // _GRAIN)
+    num_total = report.num_total_tokens // GRAIN
+    num_used = min(num_total, -(-report.num_used_tokens // GRAIN))
+    num_cached = min(num_total - num_used, report.num_cached_tokens // GRAIN)
     return pb.LoadReport(
         state=pb.WORKER_STATE_READY,
         num_running=report.num_running,
@@ -238,8 +248,8 @@ def _load_of(report: Report, profile: WorkerProfile) -> pb.LoadReport:
             num_free_blocks=num_total - num_used - num_cached,
             num_cached_blocks=num_cached,
             num_used_blocks=num_used,
-            tokens_per_block=_GRAIN,
-            bytes_per_block=_GRAIN * profile.bytes_per_token,
+            tokens_per_block=GRAIN,
+            bytes_per_block=GRAIN * profile.bytes_per_token,
         ),
         counters={
             "steps": report.num_steps,
@@ -250,7 +260,7 @@ def _load_of(report: Report, profile: WorkerProfile) -> pb.LoadReport:
     )
 
 
-def _worker_id(number: int) -> str:
+def worker_id(number: int) -> str:
     return f"worker-{number}"
 
 

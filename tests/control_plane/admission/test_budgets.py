@@ -109,12 +109,26 @@ def test_the_usual_cached_share_is_the_sessions_else_the_accounts() -> None:
 def test_prices_follow_what_requests_take() -> None:
     prices = Prices()
     for _ in range(200):
-        prices.routed(100, 50.0, 4.0)
+        prices.routed(100, 50.0)
+        prices.stepped(0.4, 100)
         prices.answered(10)
         prices.prepared(600, 100)
     assert prices.request_ms(1000, 500) == pytest.approx(1000 * 0.5 + 10 * 4, rel=0.01)
     assert prices.request_ms(0, 5, num_choices=3) == pytest.approx(60, rel=0.01)
     assert prices.bytes_per_token == pytest.approx(6, rel=0.01)
-    prices.routed(0, 0.0, 4.0)
+    prices.routed(0, 0.0)
+    prices.stepped(0.0, 0)
+    prices.stepped(-3.0, -7)  # its engine is a new one
     prices.prepared(5, 0)
     assert prices.ms_per_prompt_token == pytest.approx(0.5, rel=0.01)
+    assert prices.ms_per_answer_token == pytest.approx(4.0)
+
+
+def test_the_first_measurements_replace_what_was_assumed() -> None:
+    prices = Prices()
+    assert not prices.is_measured
+    prices.answered(30)
+    prices.answered(50)
+    prices.stepped(1.0, 100)
+    assert prices.is_measured
+    assert (prices.answer_tokens, prices.ms_per_answer_token) == (40, 10)

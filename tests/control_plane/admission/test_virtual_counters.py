@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from control_plane.admission.budgets import Budget
+from control_plane.admission.demands import Demands
 from control_plane.admission.model_admission import Bounds, ModelAdmission, Waiter
 from control_plane.admission.service_classes import ServiceClass, class_of
 from control_plane.admission.virtual_counters import VirtualCounters
@@ -114,17 +116,84 @@ def test_a_request_that_the_workers_did_not_take_is_not_charged() -> None:
     admission.enter(waiter, 0.0)
     admission.leave(waiter, 1.0)
     admission.let_in(waiter, 100.0, 1.0)
-    admission.take_back(waiter, 100.0)
+    admission.take_back(waiter)
     assert admission.counters.of("a") == 0
     assert admission.predicted_wait_seconds(Waiter("m", "a", 0, cost_ms=1.0), 2.0) is None
 
 
-def test_answers_are_charged_as_their_tokens_come() -> None:
+def test_an_answer_is_charged_in_advance_as_long_as_predicted_and_then_as_long_as_it_is() -> None:
     admission = ModelAdmission(BOUNDS)
-    meter = admission.started(Waiter("m", "a"), 100, 50.0, 2.0)
-    meter.answered(10)
-    meter.answered(1)
-    assert admission.counters.of("a") == 22
+    admission.stepped("w", 1.0, 500)
+    waiter = Waiter("m", "a", num_answer_tokens=10)
+    admission.let_in(waiter, 50.0, 0.0)
+    assert admission.counters.of("a") == 50 + 10 * 2
+    meter = admission.started(waiter, 100, 50.0)
+    meter.answered(8)
+    assert admission.counters.of("a") == 70, "paid in advance"
+    meter.answered(3)
+    meter.ended()
+    assert admission.counters.of("a") == 72
+    short = admission.started(Waiter("m", "a", num_answer_tokens=10), 100, 50.0)
+    short.answered(4)
+    short.ended()
+    short.ended()
+    assert admission.counters.of("a") == 72 - 6 * 2
+
+
+def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 1.0, 500)
+    for account in ("a", "b"):
+        admission.enter(Waiter("m", account), 0.0)
+    admission.used_elsewhere("a", 0, 100)
+    admission.used_elsewhere("stranger", 0, 100)
+    assert (admission.counters.of("a"), admission.counters.of("b")) == (200, 0)
+    assert len(admission.counters) == 2, "who has not asked here is not kept"
+    first = admission.first()
+    assert first is not None and first.account == "b"
+
+
+def test_what_was_used_elsewhere_while_nobody_waits_here_puts_nobody_in_debt() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 1.0, 500)
+    admission.pass_by(Waiter("m", "a"), 0.0)
+    for _ in range(10):
+        admission.used_elsewhere("a", 0, 100)
+    for account in ("b", "a"):
+        admission.enter(Waiter("m", account), 0.0)
+    assert admission.counters.of("a") == 2000
+    assert admission.counters.of("b") == pytest.approx(1800), "it rejoins where the other was last"
+
+
+def test_who_was_let_in_does_not_have_the_next_turn_too_before_it_has_any_token() -> None:
+    admission = ModelAdmission(BOUNDS)
+    for index in range(8):
+        admission.enter(Waiter("m", "ab"[index % 2], num_answer_tokens=100), 0.0)
+    served = []
+    for _ in range(4):
+        waiter = admission.first()
+        assert waiter is not None
+        admission.leave(waiter, 1.0)
+        admission.let_in(waiter, 1.0, 1.0)
+        served.append(waiter.account)
+    assert served == ["a", "b", "a", "b"]
+
+
+def test_the_first_report_makes_what_was_charged_at_an_assumed_price_right() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.let_in(Waiter("m", "a", num_answer_tokens=10), 0.0, 0.0)
+    waiting = Waiter("m", "b", cost_ms=80.0)
+    admission.enter(waiting, 0.0)
+    before = admission.counters.of("a")
+    assert before > 0
+    admission.stepped("w", 0.0, 0.0)  # nothing ran yet
+    assert admission.counters.of("a") == before
+    assumed_ms = admission.prices.ms_per_answer_token
+    admission.stepped("w", 1.0, 500)
+    assert admission.counters.of("a") == pytest.approx(10 * 2)
+    assert waiting.cost_ms == pytest.approx(80.0 * 2 / assumed_ms)
+    admission.stepped("w", 3.0, 500)
+    assert admission.counters.of("a") == pytest.approx(10 * 2), "a later price is for later tokens"
 
 
 def test_the_wait_is_predicted_from_what_was_let_in_and_from_the_accounts_part() -> None:
@@ -141,10 +210,70 @@ def test_the_wait_is_predicted_from_what_was_let_in_and_from_the_accounts_part()
     def wait_of(account: str, service_class: int) -> float | None:
         return admission.predicted_wait_seconds(Waiter("m", account, service_class, cost_ms=100.0), 2.0)
 
-    # about 500 ms a second: 8 wait
-    assert wait_of("greedy", 0) == pytest.approx(900 / 500, rel=0.1)
-    assert wait_of("small", 0) == pytest.approx(200 / 500, rel=0.1), "two accounts take turns"
-    assert wait_of("small", 1) == pytest.approx(100 / 500, rel=0.1), "none of its class waits"
+    # about 500 ms a second: 8 wait, and on average half a request goes before the next chance
+    assert wait_of("greedy", 0) == pytest.approx(850 / 500, rel=0.1)
+    assert wait_of("small", 0) == pytest.approx((100 + 50) / 500, rel=0.1), "two accounts take turns"
+    assert wait_of("small", 1) == pytest.approx(50 / 500, rel=0.1), "none of its class waits"
+
+
+def test_before_any_was_let_in_a_device_is_taken_to_do_a_seconds_work_in_a_second() -> None:
+    admission = ModelAdmission(BOUNDS)
+    for _ in range(5):
+        admission.enter(Waiter("m", "a", cost_ms=600.0), 0.0)
+    newcomer = Waiter("m", "a", cost_ms=600.0)
+    assert admission.predicted_wait_seconds(newcomer, 0.0) is None
+    admission.stepped("w1", 0.0, 0.0)
+    assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(3.0)
+    admission.stepped("w2", 0.0, 0.0)
+    assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(1.5)
+    admission.worker_gone("w1")
+    assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(3.0)
+
+
+def test_an_account_in_debt_waits_for_those_that_have_had_less() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0)
+    for account in ("a", "b"):
+        for _ in range(5):
+            admission.enter(Waiter("m", account, cost_ms=100.0), 0.0)
+    admission.counters.charge("a", 400.0)
+
+    def wait_of(account: str) -> float | None:
+        return admission.predicted_wait_seconds(Waiter("m", account, cost_ms=100.0), 1000.0)
+
+    assert wait_of("a") == pytest.approx(1.0, rel=0.05), "all five of the other account, and its own"
+    assert wait_of("b") == pytest.approx(0.5 + 0.2, rel=0.05), "its own, one at 400 and the next one at 500"
+
+
+def test_what_others_will_ask_for_until_then_is_waited_for_too() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0)
+    for index in range(1000):  # 400 ms a second, for a long time, and none of it waits now
+        admission.pass_by(Waiter("m", "small", cost_ms=40.0), index / 10)
+    for _ in range(10):
+        admission.enter(Waiter("m", "greedy", cost_ms=200.0), 99.0)
+    newcomer = Waiter("m", "greedy", cost_ms=200.0)
+    predicted = admission.predicted_wait_seconds(newcomer, 100.0)
+    assert predicted == pytest.approx(2.0 / (1 - 0.4), rel=0.05)
+    first = admission.predicted_wait_seconds(Waiter("m", "new", ServiceClass.PRIORITY, cost_ms=1.0), 100.0)
+    assert first == 0, "those go before it whose class is lower"
+    batch = admission.predicted_wait_seconds(Waiter("m", "new", ServiceClass.BATCH, cost_ms=1.0), 100.0)
+    assert batch is not None and predicted is not None and batch > predicted
+
+
+def test_its_own_length_does_not_keep_a_request_out() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0)
+    for _ in range(10):
+        admission.enter(Waiter("m", "a", cost_ms=700.0), 0.0)
+    late = [
+        admission.too_late_seconds(Waiter("m", "a", cost_ms=cost_ms), Budget(wait_seconds, None), 30.0, 0.0)
+        for cost_ms in (1.0, 50_000.0)
+        for wait_seconds in (11.7, 11.6)
+    ]
+    assert late == [None, pytest.approx(7.0), None, pytest.approx(7.0)], "four tenths are for what is unknown"
+    batch = Waiter("m", "a", ServiceClass.BATCH)
+    assert admission.too_late_seconds(batch, Budget(1.0, None), 30.0, 0.0) is None
 
 
 def test_what_is_let_in_while_nobody_waits_does_not_count_as_the_rate() -> None:
@@ -156,7 +285,7 @@ def test_what_is_let_in_while_nobody_waits_does_not_count_as_the_rate() -> None:
         admission.leave(waiter, now + 1)
         admission.let_in(waiter, 100.0, now + 1)
         now += 100
-    assert admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=100.0), now) == pytest.approx(1.0, rel=0.1)
+    assert admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=100.0), now) == pytest.approx(0.5, rel=0.1)
 
 
 def test_the_rate_follows_the_capacity() -> None:
@@ -166,8 +295,8 @@ def test_the_rate_follows_the_capacity() -> None:
         now = index / 10 if index < 600 else 60.0 + (index - 600)
         admission.let_in(Waiter("m", "a", cost_ms=100.0, order=0), 0.0, now)
         if index == 599:
-            assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(0.1, 0.2)
-    assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(1.0, 0.2)
+            assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(0.05, 0.2)
+    assert admission.predicted_wait_seconds(Waiter("m", "b", 1, cost_ms=100.0), now) == pytest.approx(0.5, 0.2)
 
 
 def test_who_may_ask_for_which_class() -> None:
@@ -175,3 +304,23 @@ def test_who_may_ask_for_which_class() -> None:
     assert class_of("flex", "a", ()) == class_of("batch", "a", ("a",)) == ServiceClass.BATCH
     assert class_of("priority", "a", ("b",)) == ServiceClass.DEFAULT
     assert class_of("priority", "a", ("a",)) == class_of("priority", "b", ("*",)) == ServiceClass.PRIORITY
+
+
+def test_what_an_account_asks_for_is_forgotten_and_so_are_accounts_beyond_a_number() -> None:
+    demands = Demands(max_kept=3)
+
+    def rate(now: float) -> float:
+        return dict(demands.rates(now)).get((0, "a"), 0.0)
+
+    for index in range(20_000):  # longer than all sums are kept in one unit
+        demands.asked((0, "a"), 20.0, index / 10)
+        if index in (100, 500):
+            assert rate(index / 10) == pytest.approx(200, rel=0.05)
+    assert rate(2000.0) == pytest.approx(200, rel=0.05)
+    assert rate(2020.0) == pytest.approx(50, rel=0.05)
+    assert rate(9000.0) == 0
+    demands.scale(0.5)
+    assert rate(2020.0) == pytest.approx(25, rel=0.05)
+    for name in ("b", "c", "d"):
+        demands.asked((0, name), 1.0, 2020.0)
+    assert [account for (_, account), _ in demands.rates(2020.0)] == ["b", "c", "d"]

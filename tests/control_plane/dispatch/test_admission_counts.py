@@ -37,13 +37,13 @@ async def test_waiting_requests_are_counted_by_class_and_refusals_by_cause() -> 
 async def test_the_predicted_wait_is_that_of_the_last_request_that_began_to_wait() -> None:
     now = 10.0
     queue = AdmissionQueue(8, 60.0, clock=lambda: now)
-    queue.room("m").enter(Waiter("m", "always", cost_ms=0.0), now)
+    queue.room("m").enter(Waiter("m", "always", cost_ms=750.0), now)
     for _ in range(4):
         now += 1.0
         queue.room("m").let_in(Waiter("m", "a", cost_ms=500.0, order=0), 0.0, now)
     second = await begin(queue, "m", cost_ms=1000.0)
     (predicted,) = queue.counts.predicted(OPTIONS)
-    assert predicted.value == pytest.approx(2.0, rel=0.2), "1,000 ms at 500 ms of devices a second"
+    assert predicted.value == pytest.approx(2.0, rel=0.2), "750 and half of 500 ms at 500 ms of devices a second"
     await end(second)
     assert [each.value for each in queue.counts.predicted(OPTIONS)] == [0.0]
 

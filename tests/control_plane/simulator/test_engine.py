@@ -114,7 +114,13 @@ def test_answers_beyond_the_seats_wait() -> None:
         bench.prompt(request(number, prompt=10, answer=11))
     bench.run()
     first = dict(bench.ends)[0]
-    assert dict(bench.ends)[1] == pytest.approx(first + 100.0, abs=0.01)
+    assert dict(bench.prompts)[1] == pytest.approx(first + 20.0, abs=0.01), "a prompt needs the seat too"
+    assert dict(bench.ends)[1] == pytest.approx(first + 120.0, abs=0.01)
+    handed_over = Bench(replace(PLAIN, max_num_seqs=1))
+    for number in range(2):
+        handed_over.prompt(request(number, prompt=10), decodes=False)
+    handed_over.run()
+    assert handed_over.prompts == [(0, 20.0), (1, 40.0)], "its answer has its seat elsewhere"
 
 
 def test_the_latest_answer_gives_way_when_the_pool_is_full_and_all_end() -> None:

@@ -47,6 +47,24 @@ def test_several_policies_and_seeds_are_compared(capsys: pytest.CaptureFixture[s
     assert found["tandem"]["ttft_ms.p50"]["half"] is not None
 
 
+def test_admission_refuses_what_would_be_late_and_says_what_each_account_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, profile = tmp_path / "trace.jsonl", tmp_path / "fleet.json"
+    requests = [request(number, 30, 30, 0.02 * number, account="ab"[number % 5 == 0]) for number in range(600)]
+    trace.write_text("".join(f"{line_of(each)}\n" for each in requests))
+    profile.write_text(written(fleet(0, 1)))
+    found = replayed(
+        capsys, str(trace), "--profile", str(profile), "--policy", "tandem", "--policy", "tandem_admission",
+        "--ttft-budget", "2", "--tpot-budget", "0.2",
+    )  # fmt: skip
+    with_it, without = found["tandem_admission"], found["tandem"]
+    assert with_it["refused_share"]["mean"] > 0.5 and without["refused_share"]["mean"] == 0
+    assert with_it["goodput_share"]["mean"] > 3 * without["goodput_share"]["mean"]
+    assert with_it["accepted_met_share"]["mean"] > 0.9
+    assert with_it["share.b"]["mean"] > 1.5 * without["share.b"]["mean"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -54,18 +72,21 @@ def test_several_policies_and_seeds_are_compared(capsys: pytest.CaptureFixture[s
         (["{bad}"], "line 1 is not a request of a Mooncake trace"),
         (["{empty}"], "the trace has no requests"),
         (["agentic", "--workers", "4", "--prefill", "1"], "give --workers, or --prefill and --decode"),
-        (["agentic", "--profile", "{bad}"], "bad.jsonl is no fleet profile"),
+        (["agentic", "--profile", "{bad}"], "bad.json is no fleet profile"),
         (["agentic", "--workers", "1", "--prefill", "-1"], "give --workers"),
         (["agentic", "--prefill", "-1"], "at least one decode worker"),
         (["agentic", "--requests", "5", "--load", "0"], "load must be more than 0"),
+        (["agentic", "--profile", "{two}", "--policy", "llm_d"], "tell several models apart"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    (tmp_path / "bad.jsonl").write_text("no trace\n")
-    (tmp_path / "empty.jsonl").write_text("")
-    named = [argument.format(bad=tmp_path / "bad.jsonl", empty=tmp_path / "empty.jsonl") for argument in arguments]
+    (tmp_path / "bad.json").write_text("no trace\n")
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "two.json").write_text(written(fleet(0, 2, models=("m", "n"))))
+    files = {name: tmp_path / f"{name}.json" for name in ("bad", "empty", "two")}
+    named = [argument.format_map(files) for argument in arguments]
     assert main(named) == 2
     assert said in capsys.readouterr().err
 

@@ -1105,12 +1105,15 @@ class AttachHello(message.Message):
     GATEWAY_INCARNATION_FIELD_NUMBER: builtins.int
     WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     TAKES_CHOICES_FIELD_NUMBER: builtins.int
+    TAKES_USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
     worker_incarnation: builtins.str
     """the incarnation that the gateway expects"""
     takes_choices: builtins.bool
     """in the worker's answer: it takes Command.choices"""
+    takes_used_elsewhere: builtins.bool
+    """in the gateway's hello: it takes Event.used_elsewhere"""
     def __init__(
         self,
         *,
@@ -1118,10 +1121,11 @@ class AttachHello(message.Message):
         gateway_incarnation: builtins.str = ...,
         worker_incarnation: builtins.str = ...,
         takes_choices: builtins.bool = ...,
+        takes_used_elsewhere: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1463,6 +1467,7 @@ class Event(message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1473,6 +1478,10 @@ class Event(message.Message):
     def failed(self) -> Failed: ...
     @builtins.property
     def step(self) -> StepBatch: ...
+    @builtins.property
+    def used_elsewhere(self) -> UsedElsewhere:
+        """only to a gateway whose hello has takes_used_elsewhere"""
+
     def __init__(
         self,
         *,
@@ -1481,14 +1490,62 @@ class Event(message.Message):
         refused: Refused | None = ...,
         failed: Failed | None = ...,
         step: StepBatch | None = ...,
+        used_elsewhere: UsedElsewhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "used_elsewhere"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class UsedElsewhere(message.Message):
+    """What requests of other gateways have used of this worker since the last such event, about once a second: each
+    gateway's order of accounts counts what they have used at all gateways.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ACCOUNTS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def accounts(self) -> containers.RepeatedCompositeFieldContainer[AccountUse]: ...
+    def __init__(
+        self,
+        *,
+        accounts: abc.Iterable[AccountUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accounts", b"accounts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AccountUse(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    FAIRNESS_KEY_FIELD_NUMBER: builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
+    fairness_key: builtins.str
+    """of the requests' Submits"""
+    num_computed_tokens: builtins.int
+    """of prompts, counted as answers end"""
+    num_sampled_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        fairness_key: builtins.str = ...,
+        num_computed_tokens: builtins.int = ...,
+        num_sampled_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["fairness_key", b"fairness_key", "num_computed_tokens", b"num_computed_tokens", "num_sampled_tokens", b"num_sampled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class EncodeInput(message.Message):

@@ -110,9 +110,9 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness(exactness: Exactness = "class") -> AsyncIterator[Harness]:
+async def harness(exactness: Exactness = "class", grants: GrantSender | None = None) -> AsyncIterator[Harness]:
     """Yield a front over a scripted engine that has loaded."""
-    here = Harness(exactness)
+    here = Harness(exactness, grants)
     await here.load()
     try:
         yield here

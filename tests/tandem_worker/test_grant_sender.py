@@ -12,7 +12,7 @@ from tandem_engine.messages import Reserved
 from tandem_worker.grant_sender import GrantSender
 from tandem_worker.requests import GatewayStream
 from tests.tandem_worker.scripted_engine import output
-from tests.tandem_worker.test_front import Harness, error_of, kinds, received, submit
+from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, received, submit
 
 BLOCKS, BLOCK_TOKENS, PLACES = 8, 16, 4 + 1
 FREE = BLOCKS * BLOCK_TOKENS
@@ -20,13 +20,8 @@ FREE = BLOCKS * BLOCK_TOKENS
 
 @asynccontextmanager
 async def granting(max_num_seqs: int = 4) -> AsyncIterator[Harness]:
-    here = Harness(grants=GrantSender(max_num_seqs))
-    await here.load()
-    try:
+    async with harness(grants=GrantSender(max_num_seqs)) as here:
         yield here
-    finally:
-        await here.front.close()
-        await asyncio.wait_for(here.pump, 10)
 
 
 def attached(here: Harness) -> GatewayStream:
@@ -147,14 +142,12 @@ async def test_a_worker_that_drains_grants_nothing_more() -> None:
 
 
 async def test_a_worker_without_grants_says_so_and_counts_nobody() -> None:
-    here = Harness()
-    await here.load()
-    stream = attached(here)
-    here.front.submit(stream, counted("a", 40))
-    here.front.grants.demanded(stream, waits(1000, 10, 100))
-    assert not here.front.grants.is_used
-    assert await rest(stream) == []
-    await here.front.close()
+    async with harness() as here:
+        stream = attached(here)
+        here.front.submit(stream, counted("a", 40))
+        here.front.grants.demanded(stream, waits(1000, 10, 100))
+        assert not here.front.grants.is_used
+        assert await rest(stream) == []
 
 
 async def rest(stream: GatewayStream) -> list[pb.Event]:

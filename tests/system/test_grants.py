@@ -47,10 +47,15 @@ class Clients:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+@pytest.fixture
+def other_folder(tmp_path: Path) -> Path:
+    (tmp_path / "other").mkdir(mode=0o700)
+    return tmp_path / "other"
+
+
 @asynccontextmanager
 async def second_gateway(folder: Path) -> AsyncIterator[tuple[Gateway, asyncio.Event]]:
     """A gateway beside the fleet's own, until it is told to end."""
-    folder.mkdir()
     ports = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "enrolment_listen": "127.0.0.1:0"}
     probes = {"probe_interval_seconds": 600.0, "probe_valid_seconds": 3600.0}
     settings = ControlPlaneSettings(**ports, **probes, state_dir=str(folder), budgets=("*=0/0",))  # type: ignore[arg-type]
@@ -65,9 +70,9 @@ async def second_gateway(folder: Path) -> AsyncIterator[tuple[Gateway, asyncio.E
 
 
 async def test_two_gateways_share_a_worker_by_accounts_and_one_that_ends_leaves_all_to_the_other(
-    tmp_path: Path,
+    tmp_path: Path, other_folder: Path
 ) -> None:
-    async with Fleet(tmp_path, local_prefill="auto") as fleet, second_gateway(tmp_path / "other") as (other, drain):
+    async with Fleet(tmp_path, local_prefill="auto") as fleet, second_gateway(other_folder) as (other, drain):
         one = fleet.gateway
         control = f"{one.grpc_address},{other.grpc_address}"
         fleet.start("decode", "decode-0", *SMALL, "--max-num-seqs", str(SEATS), "--control", control)

@@ -218,7 +218,7 @@ class OneWorker(RuleBasedStateMachine):
     def attach(self) -> None:
         self.num_attached += 1
         self.divider.attach(self.num_attached)
-        gateway = {"up": deque(), "down": deque(), "grant": None, "until": 0.0, "last": 0}
+        gateway: dict[str, Any] = {"up": deque(), "down": deque(), "grant": None, "until": 0.0, "last": 0}
         self.gateways[self.num_attached] = {**gateway, "demand": Demand(), "tokens": 0, "requests": 0}
         self.divide()
 

@@ -155,6 +155,7 @@ async def test_a_new_stream_begins_without_what_was_sent_on_the_one_before() -> 
 
 async def test_a_worker_whose_grant_has_expired_gets_a_few_requests_by_the_estimate() -> None:
     worker = worker_with(1, behave=only_accept)
+    assert worker.grant is not None
     worker.grant.valid_ms = 0
     async with harness(worker, queue_seconds=60) as here:
         await granted(here, worker)

@@ -220,10 +220,13 @@ class GrantDivider(Generic[_Key]):
             gateway.forget_expired(now)
         targets = self._targets(room, now)
         out = {key: gateway.outstanding() for key, gateway in self._items()}
+        # An idle worker is asked to take a request of any size: then the targets are more than there is.
         left = _Amount(
-            room.num_tokens - sum(each.num_tokens for each in out.values()),
-            room.num_requests - sum(each.num_requests for each in out.values()),
+            max(room.num_tokens, sum(each.num_tokens for each in targets.values())),
+            max(room.num_requests, sum(each.num_requests for each in targets.values())),
         )
+        left.num_tokens -= sum(each.num_tokens for each in out.values())
+        left.num_requests -= sum(each.num_requests for each in out.values())
         must_lower = any(each.lacks(out[key]) and _is_less(out[key], targets[key]) for key, each in self._items())
         grants: dict[_Key, Grant] = {}
         for key, gateway in sorted(self._items(), key=lambda item: (not item[1].waits, item[1].level, item[1].order)):

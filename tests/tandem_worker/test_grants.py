@@ -147,9 +147,12 @@ def test_a_large_request_is_passed_by_until_it_is_due_and_then_the_rest_is_kept_
 
 def test_an_idle_worker_takes_a_request_of_any_size() -> None:
     divider = divider_of("a", "b")
-    divider.demanded("a", waits(1, 5000), 0.0)
-    divider.divide(Room(1000, 10, is_idle=True), 0.0)
-    assert divider.divide(Room(1000, 10, is_idle=True), LATER)["a"].num_requests >= 1
+    divider.demanded("a", Demand(5000, 16, 5000, 16), 0.0)
+    idle = Room(1000, 4, is_idle=True)
+    grant = divider.divide(idle, 0.0)["a"]
+    assert (grant.num_tokens, grant.num_requests) == (5000, 16)
+    divider.seen("a", grant.number)
+    assert divider.divide(Room(1000, 4), LATER)["a"].num_requests <= 4, "something runs there"
 
 
 def test_who_begins_to_wait_has_no_credit_for_idle_time() -> None:

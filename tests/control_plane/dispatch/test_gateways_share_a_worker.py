@@ -195,3 +195,13 @@ async def test_a_gateway_that_dies_leaves_all_the_room_to_the_other() -> None:
         assert {each.fairness_key for each in device.running} == {"b"}
         used = await serve(device, 40 * TURN)
         assert used["a"] == 0 and device.num_refused == 0
+
+
+async def test_a_request_for_more_answers_than_a_new_worker_grants_has_its_turn_once_the_worker_is_idle() -> None:
+    async with fleet(1) as (device, (gateway,)):
+        request = new_request(ANSWER, num_choices=SEATS + 1, model_id="m", fairness_key="a")
+        asked = asyncio.create_task(gateway.dispatcher.submit(request))
+        await until(lambda: len(device.running) == SEATS + 1)
+        device.compute(SEATS + 1)
+        assert await tokens_of(await asked) == [[7] * ANSWER] * (SEATS + 1)
+        assert device.num_refused == 0

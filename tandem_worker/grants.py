@@ -30,8 +30,8 @@ _DUE_SECONDS = 5.0
 _ACTIVE_SECONDS = 2.0
 _MAX_DEBT_TOKENS = 16384
 """A gateway that begins to wait is behind the others by no more than this, whatever it has used before."""
-_FEWEST_STEPS = 64
-"""What waits is given room in about so many steps, at most: with more requests, several at once."""
+_MOST_STEPS = 64
+"""What waits is given room in about so many steps: several requests at once if there is more room."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -268,7 +268,7 @@ class GrantDivider(Generic[_Key]):
 
         If there are places for all gateways, each of those that do not wait keeps one.
         """
-        kept, num_at_once = _Amount(), max(1, left.num_requests // _FEWEST_STEPS)
+        kept, num_at_once = _Amount(), max(1, left.num_requests // _MOST_STEPS)
         if self._keeps_for_due(room, shares, left, now):
             return True
         if left.num_requests >= len(shares):

@@ -134,7 +134,7 @@ class Gateway:
         self.registry.listen(self._block_events.changed)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
-        admission_counts.export(self.dispatcher.queue.counts)
+        admission_counts.export(self.dispatcher.queue.counts, self.dispatcher.rooms.num_granted)
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
@@ -183,7 +183,10 @@ class Gateway:
         self.metrics = MetricsEndpoint(settings.metrics_listen, self.member, insecure=settings.allows_plaintext)
 
     def make_dispatcher(self, router: Router, proofs: ReadinessProofs | None = None) -> Dispatcher:
-        """Return a dispatcher over this gateway's links that takes its routes from `router`."""
+        """Return a dispatcher over this gateway's links that takes its routes from `router`.
+
+        With `proofs` it is the gateway's own; workers do not hear what waits in others.
+        """
         return Dispatcher(
             self.registry,
             self._links,
@@ -201,6 +204,7 @@ class Gateway:
             macs_until=self._settings.macs_until,
             grain=self._settings.hash_grain,
             budgets=BudgetTable.parse(self._settings.budgets),
+            reports_waiting=proofs is not None,
         )
 
     async def run(self, drain: asyncio.Event) -> int:

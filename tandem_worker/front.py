@@ -27,6 +27,7 @@ from tandem_runtime.tracebacks import message_of
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
 from tandem_worker.engine_state import EngineState
+from tandem_worker.grant_sender import GrantSender
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import model_card
@@ -49,9 +50,12 @@ class WorkerFront:
         offload: KVOffload,
         engine_timeout_seconds: float = 10.0,
         exactness: Exactness = "class",
+        grants: GrantSender | None = None,
     ) -> None:
+        """`grants`: tells gateways how much they may submit; None: they estimate it."""
         self.incarnation = incarnation
         self.other_use = OtherUse[GatewayStream]()
+        self.grants = grants or GrantSender(None)
         self.card: pb.ModelCard | None = None
         self._exactness = exactness
         self._reader: SubmitReader | None = None
@@ -77,6 +81,7 @@ class WorkerFront:
     # ------------------------------------------------------------------------------------- commands of gateways
 
     def submit(self, stream: GatewayStream, submit: pb.Submit) -> None:
+        self.grants.received(stream, submit)
         request = ActiveRequest(submit, stream, num_choices_open=max(1, len(submit.choice_seeds)))
         try:
             command = self._command(request)
@@ -88,6 +93,7 @@ class WorkerFront:
             return
         self._watch_deadline(request)
         request.on_end.append(partial(self._on_end, request))
+        self.grants.began(request)
         self._offload.add(request, command)
 
     def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None:
@@ -107,6 +113,7 @@ class WorkerFront:
         for request in self._requests:
             if request.stream is stream:
                 self.abort(request, Cancelled("the gateway's stream ended"))
+        self.grants.detach(stream)
 
     def abort(self, request: ActiveRequest, error: TandemError) -> None:
         """End a request that still runs, in the engine and at the gateway."""
@@ -146,6 +153,7 @@ class WorkerFront:
         if error is None:
             record_spans(request, self._connector.spans(request.ledger))
         self._connector.on_end(request, error)
+        self.grants.ended(request)
 
     # ------------------------------------------------------------------------------------- events of the engine
 
@@ -167,6 +175,7 @@ class WorkerFront:
                 self._sealed(event.sealed)
             case messages.Reserved() if request := self._requests.get(event.request_id):
                 request.stream.accept(request.submit, self._stats.num_waiting if self._stats else 0)
+                self.grants.reserved(request, self._connector.mode(request.submit))
                 self._connector.on_reserved(request, event)
             case messages.Refused() if request := self._requests.get(event.request_id):
                 self._refuse(request, convert.refusal(event))
@@ -201,6 +210,7 @@ class WorkerFront:
         for stream, event in self.other_use.due():
             stream.send(event)
         self._offload.on_admitted(done.admitted)
+        self.grants.stepped(done.stats, done.admitted)
         for filled in done.filled:
             self._offload.on_filled(self._requests.get(filled.request_id), filled)
         if done.points is not None:
@@ -221,6 +231,7 @@ class WorkerFront:
         num_computed = request.ledger.num_computed_tokens if output.is_last else 0
         self.other_use.used(request.stream, request.submit.fairness_key, num_computed, len(output.token_ids))
         self._connector.on_output(request, output, wire)
+        self.grants.answered(request, len(output.token_ids))
         request.stream.add(wire)
 
     def _choice_ended(self, request: ActiveRequest) -> None:
@@ -230,8 +241,8 @@ class WorkerFront:
             self._requests.end(request, None)
 
     def _refuse(self, request: ActiveRequest, error: TandemError) -> None:
-        request.stream.refuse(request.submit, error)
         self._requests.end(request, error)
+        request.stream.refuse(request.submit, error, self.grants.refused(request))
 
     def _ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._bytes_per_block = ready.layout.bytes_per_block
@@ -258,6 +269,7 @@ class WorkerFront:
         self.card = model_card(ready, self._exactness)
         self._reader = SubmitReader(self.card)
         self.state.ready()
+        self.grants.opened(stats.stats_of_empty_pool(ready.num_blocks), self.card.block_size)
         self._when_ready(ready.model.asset_paths)
         log.info(
             "ready",
@@ -313,6 +325,7 @@ class WorkerFront:
     async def drain(self, timeout_seconds: float) -> None:
         """Wait until the running requests and the readers of our blocks have finished; at most `timeout_seconds`."""
         log.info("draining", num_requests=len(self._requests))
+        self.grants.close()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._requests.wait_idle()
@@ -335,6 +348,7 @@ class WorkerFront:
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
+        self.grants.close()
         await self.state.close()
         await self._offload.close()
         await self._connector.close()

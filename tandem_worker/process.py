@@ -13,6 +13,7 @@ from tandem_runtime.registration import Registrar
 from tandem_worker import device_metrics, stats
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.front import WorkerFront
+from tandem_worker.grant_sender import GrantSender
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
 from tandem_worker.kv_offload import KVOffload
@@ -50,6 +51,7 @@ class _KvWorker(WorkerProcess):
             offload,
             settings.engine_timeout_seconds,
             settings.resolved_exactness,
+            GrantSender(settings.max_num_seqs if self._role == pb.WORKER_ROLE_DECODE else None),
         )
         stats.export_metrics(lambda: self._front.stats, lambda: self._front.bytes_per_block)
         device_metrics.export(lambda: self._front.state.memory, lambda: stats.tokens_by_phase(self._front.stats))

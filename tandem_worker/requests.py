@@ -32,8 +32,9 @@ class GatewayStream:
         accepted = pb.Accepted(request_id=submit.request_id, attempt=submit.attempt, num_queued=num_queued)
         self.send(pb.Event(accepted=accepted))
 
-    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
-        refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto())
+    def refuse(self, submit: pb.Submit, error: TandemError, grant: pb.Grant | None = None) -> None:
+        """`grant`: the gateway's new one."""
+        refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto(), grant=grant)
         self.send(pb.Event(refused=refused))
 
     def fail(self, submit: pb.Submit, error: TandemError, ledger: pb.PhaseLedger | None = None) -> None:

@@ -83,6 +83,8 @@ def _handle(front: WorkerFront, stream: GatewayStream, command: pb.Command) -> N
             _submit(front, stream, command.submit)
         case "cancel":
             front.cancel(stream, command.cancel)
+        case "demand":
+            front.grants.demanded(stream, command.demand)
 
 
 async def _submit_choices(front: WorkerFront, stream: GatewayStream, choices: pb.SubmitChoices) -> None:
@@ -115,7 +117,10 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         gateway_incarnation=hello.gateway_incarnation,
         worker_incarnation=front.incarnation,
         takes_choices=True,
+        uses_grants=front.grants.is_used,
     )
     stream.send(pb.Event(hello=reply))
     if hello.takes_used_elsewhere:
         front.other_use.tell(stream)
+    if hello.uses_grants:
+        front.grants.attach(stream)

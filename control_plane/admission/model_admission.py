@@ -19,6 +19,7 @@ from control_plane.admission.demands import Demands
 from control_plane.admission.prices import Prices
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.virtual_counters import VirtualCounters
+from control_plane.admission.waiting_demand import WaitingDemand
 
 _HALF_LIFE_SECONDS = 10.0
 """The rate at which waiting requests are let in forgets a half in so long a time in which any waited."""
@@ -49,6 +50,8 @@ class Waiter:
     """What its account was charged as it was let in."""
     is_moving: bool = False
     """Its worker was lost: it is before all others, and beyond the bounds."""
+    num_choices: int = 1
+    """Answers that it asks for: a worker that is handed the prompt needs room for each."""
     order: int | None = None
     """Its arrival; None: it has not waited yet."""
     came_at: float = 0.0
@@ -239,6 +242,10 @@ class ModelAdmission:
         if self._moving:
             return self._moving[0]
         return self._lines[max(self._lines)].first(self.counters) if self._lines else None
+
+    def demand(self) -> WaitingDemand:
+        """Return what waits, for the workers."""
+        return WaitingDemand.of(self, self.first())
 
     def let_in(self, waiter: Waiter, device_ms: float, now: float) -> None:
         """A request was sent to a worker, whose device its prompt takes for `device_ms`.

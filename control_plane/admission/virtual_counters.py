@@ -7,9 +7,11 @@ The next request is that of the account with the least counter. After "Fairness 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 _MAX_KEPT = 10_000
 """Accounts whose counters are kept; of those without a waiting request, the least recently charged are dropped."""
+_LEAST_PART = 0.02
 
 
 class VirtualCounters:
@@ -19,6 +21,7 @@ class VirtualCounters:
         self._max_kept = max_kept
         self._used_ms: OrderedDict[str, float] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()
+        self._parts: Mapping[str, float] = {}
         self._floor_ms = 0.0
         """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
 
@@ -62,9 +65,17 @@ class VirtualCounters:
         """A request was let in."""
         self._floor_ms = self.of(account)
 
+    def wait_elsewhere(self, parts: Mapping[str, float]) -> None:
+        """Some accounts wait at other gateways too, and are served there: `parts` of what they wait for is here.
+
+        An account with a third of its requests here is charged thrice, as if this gateway served all of them.
+        """
+        self._parts = parts
+
     def charge(self, account: str, device_ms: float) -> None:
         """Add what an account has used; a negative amount takes a charge back."""
-        self._set(account, self.of(account) + device_ms)
+        part = max(_LEAST_PART, self._parts.get(account, 1.0))
+        self._set(account, self.of(account) + device_ms / part)
 
     def knows(self, account: str) -> bool:
         return account in self._used_ms

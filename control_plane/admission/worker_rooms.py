@@ -1,14 +1,17 @@
-"""Estimates how much room each worker has, so that a prompt is sent only where it is expected to be taken.
+"""Knows how much room each worker has, so that a prompt is sent only where it is expected to be taken.
 
-Room = what the last load report has free, minus what this gateway has sent there since, plus what has ended since. The
-estimate is optimistic where nothing is known. Other gateways send to the same workers, so a worker may still refuse. It
-then counts as full until one of this gateway's calls there ends, or until its next report.
+A worker that sends grants has said so. The room of others is estimated: what the last load report has free, minus what
+this gateway has sent there since, plus what has ended since. The estimate is optimistic where nothing is known. Other
+gateways send to the same workers, so a worker may still refuse. It then counts as full until one of this gateway's
+calls there ends, or until its next report.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from control_plane.admission.attachment import Attachment, GrantLeft
 from control_plane.admission.token_times import TokenTimes
 
 _QUEUED_SHARE = 8
@@ -73,6 +76,8 @@ class SentCall:
     num_tokens: int
     _num_ends: int
     _is_over: bool = False
+    grant: GrantLeft | None = None
+    """What the worker's grant left before this call; None: its room was estimated."""
 
     def accepted(self) -> None:
         if (room := self._rooms.get(self.incarnation)) is not None:
@@ -105,7 +110,14 @@ class SentCall:
 class WorkerRooms:
     """Rooms by incarnation."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        attachment: Callable[[str], Attachment | None] = lambda incarnation: None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`attachment` returns what was granted and sent on the stream to a worker. `clock`: monotonic seconds."""
+        self._attachment = attachment
+        self._clock = clock
         self._rooms: dict[str, _Room] = {}
 
     def __len__(self) -> int:
@@ -133,6 +145,11 @@ class WorkerRooms:
         """The worker is gone."""
         self._rooms.pop(incarnation, None)
 
+    def granted(self, incarnation: str) -> None:
+        """A worker has granted anew: it knows what it has refused."""
+        if (room := self._rooms.get(incarnation)) is not None:
+            room.is_full = False
+
     def sent(self, incarnation: str, num_tokens: int) -> SentCall:
         """Count a call that needs `num_tokens` of a worker's pool."""
         room = self._rooms.get(incarnation)
@@ -141,6 +158,8 @@ class WorkerRooms:
             room.num_tokens += num_tokens
             room.num_requests += 1
             room.pending.add(call)
+        if (attachment := self._attachment(incarnation)) is not None:
+            call.grant = attachment.sent(num_tokens, self._clock())
         return call
 
     def has_room(
@@ -151,11 +170,12 @@ class WorkerRooms:
         *,
         token_seconds: float | None = None,
         may_offer: bool = False,
+        is_moving: bool = False,
     ) -> bool:
         """Return whether a worker is expected to take `num_requests` that need `num_tokens` of its pool together.
 
         `token_seconds`: the time that each token of its answers may take then; None: any. `may_offer`: also if its pool
-        seems full, once between two reports.
+        seems full, once between two reports. `is_moving`: an answer that has begun is not held up by grants.
         """
         room = self._rooms.get(incarnation)
         if room is None:
@@ -164,13 +184,18 @@ class WorkerRooms:
             return False
         report = room.report
         num_live = report.num_live + room.num_requests
+        is_slow = token_seconds is not None and not room.times.keeps(1000.0 * token_seconds, num_live + num_requests)
+        attachment = None if is_moving else self._attachment(incarnation)
+        granted = None if attachment is None else attachment.has_room(num_tokens, num_requests, self._clock())
+        if granted is not None:
+            return granted and (num_live <= 0 or not is_slow)
         if num_live <= 0:
             return True
         if report.max_running is not None:
             num_places = report.max_running + max(1, report.max_running // _QUEUED_SHARE)
             if num_live + num_requests > num_places:
                 return False
-        if token_seconds is not None and not room.times.keeps(1000.0 * token_seconds, num_live + num_requests):
+        if is_slow:
             return False
         if not report.num_total_tokens:
             return True

@@ -86,6 +86,14 @@ class RouteObject(TypedDict):
     attempts: list[AttemptObject]
 
 
+class GrantObject(TypedDict):
+    """What the grant of the decode worker left before the request was sent there."""
+
+    number: int
+    num_tokens: int
+    num_requests: int
+
+
 class AdmissionObject(TypedDict):
     """How the request stood among those that waited for its model when it came."""
 
@@ -94,6 +102,7 @@ class AdmissionObject(TypedDict):
     num_waiting: int
     cost_ms: float
     used_ms: float
+    grant: GrantObject | None
 
 
 class CrossingObject(TypedDict):

@@ -6,7 +6,7 @@ Labels are bounded: models are ids of served models, classes and causes are name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -54,8 +54,19 @@ class AdmissionCounts:
             yield Observation(num, {"model": model_id, "cause": cause})
 
 
-def export(counts: AdmissionCounts) -> None:
+def export(counts: AdmissionCounts, num_granted: Callable[[], Mapping[str, int]]) -> None:
+    """`num_granted` returns how many requests may be sent by grants, by model; it is called in any thread."""
     meter = metrics.meter()
+
+    def granted(options: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(num, {"model": model_id}) for model_id, num in num_granted().items()]
+
+    meter.create_observable_gauge(
+        "tandem.admission.granted",
+        [granted],
+        "{request}",
+        "Requests that this gateway may still send by the grants of the decode workers.",
+    )
     meter.create_observable_gauge(
         "tandem.admission.waiting", [counts.waiting], "{request}", "Requests that wait for room, by class."
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter, longest_wait, seconds_left
 from control_plane.admission.service_classes import ServiceClass
+from control_plane.admission.waiting_demand import WaitingDemand
 from control_plane.dispatch.admission_counts import AdmissionCounts
 from control_plane.explain.history import Standing
 from control_plane.generation import EncodingRequest, TokenRequest
@@ -55,6 +56,7 @@ class AdmissionQueue:
         self._rooms: OrderedDict[str, ModelAdmission] = OrderedDict()
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._closed: TandemError | None = None
+        self._on_change: Callable[[str], None] = lambda model_id: None
         self.counts = AdmissionCounts()
         self._rng = rng or random.Random()
         self._clock = clock
@@ -62,6 +64,15 @@ class AdmissionQueue:
     def __len__(self) -> int:
         """Return how many requests wait in all rooms."""
         return sum(map(len, self._rooms.values()))
+
+    def listen(self, on_change: Callable[[str], None]) -> None:
+        """Call `on_change` with the model whenever another request waits, or waits no more."""
+        self._on_change = on_change
+
+    def demand(self, model_id: str) -> WaitingDemand:
+        """Return what waits for a model."""
+        room = self._rooms.get(model_id)
+        return room.demand() if room is not None else WaitingDemand()
 
     def num_waiting(self, model_id: str) -> int:
         room = self._rooms.get(model_id)
@@ -100,6 +111,7 @@ class AdmissionQueue:
             room.enter(waiter, self._clock(), has_accounts=self._has_accounts())
         except Full as full:
             raise self._full(waiter, full) from None
+        self._on_change(waiter.model_id)
         seconds = min(seconds, self._seconds_left(waiter, refusal))
         self.counts.entered(waiter.model_id, waiter.service_class, self._predicted_seconds(waiter))
         turn = asyncio.get_running_loop().create_future()
@@ -125,6 +137,7 @@ class AdmissionQueue:
             self.counts.left(waiter.model_id, waiter.service_class)
             if self._turns.pop(waiter, None) is not None:
                 room.leave(waiter, self._clock())
+            self._on_change(waiter.model_id)
 
     def refuse_early(self, waiter: Waiter, seconds: float) -> None:
         """Raise Overloaded for a request that would not be let in within `seconds`, or within its model's budget.
@@ -191,14 +204,16 @@ class AdmissionQueue:
         if waiter is not None:
             self._give_turn(waiter)
 
-    def reported(self, model_id: str, has_room: Callable[[Waiter], bool]) -> None:
-        """A worker of the model has reported its load: let the next request look if the report shows room for it.
+    def reported(self, model_id: str, has_room: Callable[[Waiter], bool], *, may_offer: bool = True) -> None:
+        """A worker of the model has reported its room: let the next request look if there is room for it.
 
-        Without room it looks now and then: a worker keeps blocks for a request only if it is offered.
+        `may_offer`: without room it looks now and then. A worker keeps blocks for a request only if it is offered.
         """
         room = self._rooms.get(model_id)
         waiter = room.first() if room is not None else None
-        if waiter is not None and (self._clock() - waiter.tried_at >= _OFFER_SECONDS or has_room(waiter)):
+        if waiter is None:
+            return
+        if has_room(waiter) or (may_offer and self._clock() - waiter.tried_at >= _OFFER_SECONDS):
             self._give_turn(waiter)
 
     def retry_after_seconds(self, waiter: Waiter, refusal: TandemError | None = None) -> float:
@@ -279,4 +294,5 @@ def waiter_of(
         cost_ms,
         num_answer_tokens,
         is_moving=is_moving,
+        num_choices=len(request.choice_seeds),
     )

@@ -61,8 +61,11 @@ class Dispatcher:
         macs_until: float = 0.0,
         grain: int = DEFAULT_GRAIN,
         budgets: BudgetTable | None = None,
+        reports_waiting: bool = True,
     ) -> None:
         """`proofs`: where requests that have gone the whole way are recorded. `macs_until`: see `handle_signer`.
+
+        `reports_waiting`: workers hear what waits here; false for a second dispatcher on the same links.
 
         `grain`: tokens per hash of a prompt. `budgets` bound the predicted wait and the time per token of each model.
         """
@@ -87,7 +90,7 @@ class Dispatcher:
         links.listen(router.health.stream_broke)
         links.listen_to_use(self._used_elsewhere)
         self._stalls = StallWatch(router.health)
-        self._rooms = RoomKeeper(registry, links, router, self.queue, budgets)
+        self._rooms = RoomKeeper(registry, links, router, self.queue, budgets, reports_waiting=reports_waiting)
         submitter = Submitter(
             registry, links, router, self._feedback, accept_seconds, signer, self._stalls, self._rooms
         )
@@ -147,6 +150,11 @@ class Dispatcher:
         return RequestStream(state)
 
     @property
+    def rooms(self) -> RoomKeeper:
+        """What is known of the workers' room."""
+        return self._rooms
+
+    @property
     def is_crowded(self) -> bool:
         """Whether requests wait for room, of whichever model."""
         return bool(len(self.queue))
@@ -199,6 +207,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         self._stalls.close()
+        self._rooms.close()
         await self._tasks.join()
 
     # ------------------------------------------------------------------------ what requests report (RequestObserver)

@@ -1,7 +1,8 @@
-"""Keeps the estimate of the workers' room, and tells the admission queue when there may be more of it."""
+"""Keeps the workers' grants, or an estimate of their room, and tells the admission queue when there may be more."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.worker_rooms import Report, SentCall, WorkerRooms
 from control_plane.dispatch.admission_queue import AdmissionQueue
+from control_plane.dispatch.demand_reports import DemandReports
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.routing.cost_model import PrefillEstimate, RoutingRequest
@@ -28,17 +30,44 @@ class RoomKeeper:
     """Listens to registry and links; on one event loop."""
 
     def __init__(
-        self, registry: WorkerRegistry, links: LinkPool, router: Router, queue: AdmissionQueue, budgets: BudgetTable
+        self,
+        registry: WorkerRegistry,
+        links: LinkPool,
+        router: Router,
+        queue: AdmissionQueue,
+        budgets: BudgetTable,
+        *,
+        reports_waiting: bool = True,
     ) -> None:
+        """`reports_waiting`: workers hear what waits in `queue`; of one gateway, they hear of one queue."""
         self._budgets = budgets
         self._router = router
         self._queue = queue
-        self.rooms = WorkerRooms()
+        self._links = links
+        self.rooms = WorkerRooms(links.attachment, time.monotonic)
+        self._reports = DemandReports(registry, links, queue) if reports_waiting else None
+        self._models: dict[str, str] = {}
+        """Model ids of decode workers, by incarnation."""
         for worker in registry.workers():
             self._take(worker)
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
         links.listen_to_attached(self._attached)
+        links.listen_to_grants(self._granted)
+
+    def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close()
+
+    def num_granted(self) -> dict[str, int]:
+        """Return how many requests may be sent by the grants of each model's workers. May be called in any thread."""
+        granted: dict[str, int] = {}
+        for incarnation, model_id in list(self._models.items()):
+            attachment = self._links.attachment(incarnation)
+            left = attachment.left() if attachment is not None else None
+            if left is not None:
+                granted[model_id] = granted.get(model_id, 0) + left.num_requests
+        return granted
 
     def sent(self, worker: Worker, num_tokens: int) -> SentCall:
         return self.rooms.sent(worker.incarnation, num_tokens)
@@ -79,7 +108,7 @@ class RoomKeeper:
 
     def may_take(self, worker: Worker, num_tokens: int) -> bool:
         """Return whether a worker is expected to go on with an answer of so many tokens, or may be offered it."""
-        return self.rooms.has_room(worker.incarnation, num_tokens, may_offer=True)
+        return self.rooms.has_room(worker.incarnation, num_tokens, may_offer=True, is_moving=True)
 
     def _takes_prompt(self, worker: Worker, request: RoutingRequest) -> bool:
         """Return whether few enough prompts of this gateway wait at a worker."""
@@ -91,14 +120,19 @@ class RoomKeeper:
     def _take(self, worker: Worker) -> None:
         if worker.role in _ROLES:
             self.rooms.reported(worker.incarnation, report_of(worker))
+        if worker.role == pb.WORKER_ROLE_DECODE and worker.info.card.model_id:
+            self._models[worker.incarnation] = worker.info.card.model_id
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self.rooms.forget(worker.incarnation)
             self._queue.room(worker.info.card.model_id).worker_gone(worker.incarnation)
+            self._models.pop(worker.incarnation, None)
             return
         self._take(worker)
         if worker.is_usable and worker.info.card.model_id:
+            if self._reports is not None:
+                self._reports.attached(worker)
             self._queue.release_next(worker.info.card.model_id)
 
     def _reported(self, worker: Worker) -> None:
@@ -111,14 +145,27 @@ class RoomKeeper:
             room.stepped(worker.incarnation, work.step_seconds, work.num_tokens)
 
         def has_room(waiter: Waiter) -> bool:
-            if worker.role != pb.WORKER_ROLE_DECODE:
-                return False
-            token_seconds = self._budgets.of(waiter.model_id).token_seconds
-            return self.rooms.has_room(worker.incarnation, waiter.num_tokens, token_seconds=token_seconds)
+            return worker.role == pb.WORKER_ROLE_DECODE and self._has_room(worker, waiter)
 
         self._queue.reported(worker.info.card.model_id, has_room)
 
+    def _has_room(self, worker: Worker, waiter: Waiter) -> bool:
+        """Return whether a worker is expected to take a request that waits, all of its choices."""
+        num_choices, token_seconds = waiter.num_choices, self._budgets.of(waiter.model_id).token_seconds
+        num_tokens = waiter.num_tokens * num_choices
+        return self.rooms.has_room(worker.incarnation, num_tokens, num_choices, token_seconds=token_seconds)
+
+    def _granted(self, worker: Worker, grant: pb.Grant) -> None:
+        """Take in a grant, and let the next request of the model look if it is within it."""
+        self.rooms.granted(worker.incarnation)
+        if self._reports is not None:
+            parts = {each.account: each.part for each in grant.parts}
+            self._reports.take_parts(worker.info.card.model_id, parts)
+        self._queue.reported(worker.info.card.model_id, lambda waiter: self._has_room(worker, waiter), may_offer=False)
+
     def _attached(self, worker: Worker) -> None:
+        if self._reports is not None:
+            self._reports.attached(worker)
         self._queue.release_next(worker.info.card.model_id)
 
 

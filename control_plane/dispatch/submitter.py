@@ -164,6 +164,7 @@ class Submitter:
         )
         num_cached = estimate.cached.own if estimate is not None else 0
         room = self._rooms.sent(worker, max(1, num_tokens - num_cached))
+        submit.grant_tokens = room.num_tokens
         return WorkerCall(link, submit, entry, choice_index, estimate, room, self._rooms.on_room(worker))
 
 

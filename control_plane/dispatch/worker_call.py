@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from control_plane.admission.attachment import GrantLeft
 from control_plane.admission.worker_rooms import SentCall
 from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.worker_links import Report, WorkerLink
@@ -55,6 +56,11 @@ class WorkerCall:
     @property
     def worker_id(self) -> str:
         return self.link.worker.worker_id
+
+    @property
+    def grant(self) -> GrantLeft | None:
+        """What the worker's grant left before this call; None: its room was estimated."""
+        return self.room.grant if self.room is not None else None
 
     @property
     def is_prefill(self) -> bool:

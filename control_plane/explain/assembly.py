@@ -17,6 +17,7 @@ from control_plane.explain.explanation import (
     Attempt,
     ClassCrossing,
     Explanation,
+    GrantExplanation,
     Move,
     PhaseName,
     PhaseSpan,
@@ -422,8 +423,11 @@ def _admission(journal: Journal) -> AdmissionExplanation | None:
     found = journal.history.standing
     if found is None:
         return None
+    call = next((call for call in journal.history.calls if not call.is_prefill and call.accepted_at is not None), None)
+    left = call.grant if call is not None else None
+    grant = GrantExplanation(left.number, left.num_tokens, left.num_requests) if left is not None else None
     return AdmissionExplanation(
-        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms
+        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms, grant
     )
 
 

@@ -232,6 +232,19 @@ class RouteExplanation:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantExplanation:
+    """What the grant of the decode worker left before the request was sent there."""
+
+    number: int
+    """Of the grants on the stream to that worker."""
+    num_tokens: int
+    num_requests: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"number": self.number, "num_tokens": self.num_tokens, "num_requests": self.num_requests}
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionExplanation:
     """How the request stood among those that waited for its model when it came. Its wait itself is a segment."""
 
@@ -245,6 +258,8 @@ class AdmissionExplanation:
     """Predicted device time of prompt and answer."""
     used_ms: float
     """The account's virtual counter for the model: the device time that it has used."""
+    grant: GrantExplanation | None = None
+    """None: the worker granted nothing, and the gateway estimated its room."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -253,6 +268,7 @@ class AdmissionExplanation:
             "num_waiting": self.num_waiting,
             "cost_ms": round(self.cost_ms, _DECIMALS),
             "used_ms": round(self.used_ms, _DECIMALS),
+            "grant": self.grant.to_json() if self.grant is not None else None,
         }
 
 

@@ -38,6 +38,19 @@ class RouteTaken(Protocol):
     def explained(self) -> RouteExplanation: ...
 
 
+class GrantLeft(Protocol):
+    """What a worker's grant left to its gateway."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+
 class Call(Protocol):
     """One call to a worker."""
 
@@ -55,6 +68,10 @@ class Call(Protocol):
 
     @property
     def is_prefill(self) -> bool: ...
+
+    @property
+    def grant(self) -> GrantLeft | None:
+        """What the worker's grant left before this call; None: its room was estimated."""
 
 
 class Choice(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from control_plane.admission.attachment import Attachment, Grant
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2
@@ -81,11 +83,14 @@ class WorkerLink:
         on_break: Callable[[Worker, int], None] = lambda worker, num_calls: None,
         on_attached: Callable[[Worker], None] = lambda worker: None,
         on_used: Callable[[Worker, pb.UsedElsewhere], None] = lambda worker, used: None,
+        on_grant: Callable[[Worker, pb.Grant], None] = lambda worker, grant: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
         `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
-        the worker has answered on a new one; `on_used` when it tells what other gateways' requests have used.
+        the worker has answered on a new one; `on_used` when it tells what requests of other gateways have used;
+        `on_grant` with each grant, after the refusal that carries it.
         """
         self.worker = worker
         self.is_attached = False
@@ -93,6 +98,12 @@ class WorkerLink:
         self._on_break = on_break
         self._on_attached = on_attached
         self._on_used = on_used
+        self._on_grant = on_grant
+        self._clock = clock
+        self.uses_grants = False
+        """Whether the worker of the stream that is open now sends grants, and hears of what waits."""
+        self.attachment = Attachment()
+        """What was granted and sent on the stream that is open now, or opens next."""
         self._member = member
         self._turns = turns or Turns()
         self._hello = pb.AttachHello(
@@ -100,6 +111,7 @@ class WorkerLink:
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=worker.incarnation,
             takes_used_elsewhere=True,
+            uses_grants=True,
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
         self._reports: dict[tuple[str, int], Report] = {}
@@ -149,6 +161,12 @@ class WorkerLink:
         self._latest = None  # a later request is sent after the cancel
         self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=request_id, attempt=attempt)))
 
+    def report_waiting(self, waiting: pb.WaitingRequests | None = None) -> None:
+        """Tell the worker what waits, and which grant has come, after all that was submitted before."""
+        grant = self.attachment.grant
+        demand = pb.Demand(grant_number=grant.number if grant is not None else 0, waiting=waiting)
+        self._commands.put_nowait(pb.Command(demand=demand))
+
     def forget(self, request_id: str, attempt: int) -> None:
         """Drop the later events of a request that has finished."""
         self._sinks.pop((request_id, attempt), None)
@@ -174,6 +192,7 @@ class WorkerLink:
             while not self._is_retiring:
                 reason = await self._attach_until_it_ends()
                 log.info("attach_ended", worker=self.worker.worker_id, reason=reason)
+                self.attachment = Attachment()
                 self._on_break(self.worker, len(self._sinks))
                 self._fail_all(Unavailable(f"the stream to worker {self.worker.worker_id} broke: {reason}"))
                 await asyncio.sleep(_RECONNECT_SECONDS)
@@ -190,7 +209,7 @@ class WorkerLink:
             log.exception("attach_failed", worker=self.worker.worker_id)
             return message_of(error)
         finally:
-            self.is_attached = False
+            self.is_attached = self.uses_grants = False
         return "the worker closed it"
 
     async def _attach(self) -> None:
@@ -227,15 +246,26 @@ class WorkerLink:
                     sink.accepted()
             case "refused":
                 self._end(event.refused.request_id, event.refused.attempt, event.refused.error)
+                if event.refused.HasField("grant"):
+                    self._granted(event.refused.grant)
+            case "grant":
+                self._granted(event.grant)
             case "failed":
                 ledger = event.failed.ledger if event.failed.HasField("ledger") else None
                 self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
                 self._takes_choices, self.is_attached = event.hello.takes_choices, True
+                self.uses_grants = event.hello.uses_grants
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
                 self._on_attached(self.worker)
             case "used_elsewhere":
                 self._on_used(self.worker, event.used_elsewhere)
+
+    def _granted(self, message: pb.Grant) -> None:
+        grant = Grant(message.number, message.num_tokens, message.num_requests, message.valid_ms / 1000)
+        if self.attachment.granted(grant, self._clock()):
+            self.report_waiting()
+        self._on_grant(self.worker, message)
 
     def _output(self, output: pb.TokenOutput) -> None:
         """Pass an output on; an output that its request rejects ends that request, not the stream of all others."""
@@ -294,6 +324,7 @@ class LinkPool:
         self._listeners: list[Callable[[Worker, int], None]] = []
         self._attached_listeners: list[Callable[[Worker], None]] = []
         self._use_listeners: list[Callable[[Worker, pb.UsedElsewhere], None]] = []
+        self._grant_listeners: list[Callable[[Worker, pb.Grant], None]] = []
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
@@ -314,6 +345,23 @@ class LinkPool:
     def listen_to_use(self, on_used: Callable[[Worker, pb.UsedElsewhere], None]) -> None:
         """Call `on_used` when a worker tells what other gateways' requests have used of it."""
         self._use_listeners.append(on_used)
+
+    def listen_to_grants(self, on_grant: Callable[[Worker, pb.Grant], None]) -> None:
+        """Call `on_grant` with each grant of a worker."""
+        self._grant_listeners.append(on_grant)
+
+    def attachment(self, incarnation: str) -> Attachment | None:
+        """Return what was granted and sent on the stream to a worker; None: it is gone."""
+        link = self._links.get(incarnation)
+        return None if link is None else link.attachment
+
+    def report_waiting(self, incarnation: str, waiting: pb.WaitingRequests) -> bool:
+        """Tell a worker what waits; return False, and send nothing, if it does not use grants or is not attached."""
+        link = self._links.get(incarnation)
+        if link is None or not link.uses_grants:
+            return False
+        link.report_waiting(waiting)
+        return True
 
     def is_attached(self, incarnation: str) -> bool:
         """Return whether the stream to a worker is open, and the worker has answered on it."""
@@ -341,6 +389,10 @@ class LinkPool:
         for listener in self._use_listeners:
             listener(worker, used)
 
+    def _granted(self, worker: Worker, grant: pb.Grant) -> None:
+        for listener in self._grant_listeners:
+            listener(worker, grant)
+
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role not in _ATTACHED:
             return
@@ -354,6 +406,7 @@ class LinkPool:
                 self._broke,
                 self._attached,
                 self._used,
+                self._granted,
             )
         elif is_here:
             self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded

@@ -155,7 +155,16 @@ def _admission(admission: Mapping[str, Any]) -> Text:
             f"its account's counter for the model was at {milliseconds(admission['used_ms'])}",
             "dim",
         ),
+        (_grant(admission.get("grant")), "dim"),
     )
+
+
+def _grant(grant: Mapping[str, Any] | None) -> str:
+    """Return what the decode worker had granted; nothing if the gateway estimated its room."""
+    if grant is None:
+        return ""
+    num_requests, num_tokens = grant["num_requests"], grant["num_tokens"]
+    return f"\ngrant {grant['number']:,} left {num_requests:,} requests and {num_tokens:,} tokens there"
 
 
 def _route(route: Mapping[str, Any]) -> Iterator[RenderableType]:

@@ -63,6 +63,7 @@ class Harness:
         budget: RetryBudget | None,
         accept_seconds: float = 0.3,
         clock: Callable[[], float] = time.monotonic,
+        max_waiting: int = 8,
     ) -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
@@ -70,7 +71,7 @@ class Harness:
         self.router = Router(self.registry, local_prefill, rng=FirstChoice(), health=self.health)
         self.kv = RecordedKv()
         self.proofs = ReadinessProofs(self.registry)
-        self._queue_seconds, self._accept_seconds = queue_seconds, accept_seconds
+        self._queue_seconds, self._accept_seconds, self._max_waiting = queue_seconds, accept_seconds, max_waiting
         self.dispatcher = self.new_dispatcher(self.router, budget)
         self.workers: list[ScriptedWorker] = []
 
@@ -84,7 +85,7 @@ class Harness:
             SECRET,
             accept_seconds=self._accept_seconds,
             queue_seconds=self._queue_seconds,
-            max_waiting=8,
+            max_waiting=self._max_waiting,
             budget=budget,
             proofs=self.proofs,
         )

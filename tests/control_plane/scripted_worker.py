@@ -28,15 +28,20 @@ def token_at(position: int) -> int:
 class AttachStream:
     """One gateway's Attach stream, on which a behaviour answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, grant_with_refusal: pb.Grant | None = None) -> None:
         self.events: asyncio.Queue[pb.Event | TandemError | None] = asyncio.Queue()
+        self._grant_with_refusal = grant_with_refusal
+
+    def grant(self, grant: pb.Grant) -> None:
+        self._put(grant=grant)
 
     def accept(self, submit: pb.Submit) -> None:
         self._put(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt))
 
     def refuse(self, submit: pb.Submit, error: TandemError) -> None:
         detail = error.to_proto()
-        self._put(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+        grant = self._grant_with_refusal
+        self._put(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail, grant=grant))
 
     def fail(self, submit: pb.Submit | pb.Cancel, error: TandemError, ledger: pb.PhaseLedger | None = None) -> None:
         detail = error.to_proto()
@@ -139,6 +144,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.takes_choices = True
+        self.grant: pb.Grant | None = None
+        """What it grants to a gateway that attaches; None: it uses no grants."""
+        self.grant_with_refusal: pb.Grant | None = None
+        self.demands: list[pb.Demand] = []
         self.max_num_seqs: int | None = None
         """What the worker says that it runs at once."""
         self.model_id = MODEL
@@ -157,6 +166,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._server: GrpcServer | None = None
         self.address = ""
 
+    @property
+    def waiting(self) -> pb.WaitingRequests:
+        """What the gateway has reported last."""
+        reported = [demand.waiting for demand in self.demands if demand.HasField("waiting")]
+        return reported[-1] if reported else pb.WaitingRequests()
+
     async def start(self) -> ScriptedWorker:
         add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
         self._server = GrpcServer("127.0.0.1:0", lambda server: add(self, server), [], member=self._member)
@@ -168,7 +183,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._server.stop(0)
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        attach = AttachStream()
+        attach = AttachStream(self.grant_with_refusal)
         self.streams.append(attach)
         reader = asyncio.create_task(self._read(attach, request_iterator))
         try:
@@ -247,7 +262,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     attach.events.put_nowait(StaleIncarnation("another life"))
                 else:
                     hello = pb.AttachHello(worker_incarnation=self.incarnation, takes_choices=self.takes_choices)
+                    hello.uses_grants = self.grant is not None
                     attach.events.put_nowait(pb.Event(hello=hello))
+                    if self.grant is not None:
+                        attach.grant(self.grant)
             case "submit":
                 self.num_prompts_read += bool(command.submit.token_ids)
                 self._submit(attach, command.submit)
@@ -257,6 +275,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     submit = pb.Submit.FromString(command.choices.shared.SerializeToString())
                     submit.MergeFrom(choice)
                     self._submit(attach, submit)
+            case "demand":
+                self.demands.append(command.demand)
             case "cancel":
                 self.cancels.append(command.cancel)
                 if self.num_computed_tokens is not None:

@@ -19,6 +19,7 @@ from control_plane.explain.explanation import (
     Candidate,
     ClassCrossing,
     Explanation,
+    GrantExplanation,
     Move,
     PhaseSpan,
     RouteExplanation,
@@ -100,6 +101,11 @@ def test_an_explanation_shows_how_the_request_stood_when_it_came() -> None:
     text = _text(EXPLANATION.to_json(), width=120)
     assert "class batch, 7 waited already, predicted wait 2,500.0 ms" in text
     assert "predicted device time 130.0 ms; its account's counter for the model was at 5,200.0 ms" in text
+    assert "grant" not in text
+    assert EXPLANATION.admission is not None
+    granted = replace(EXPLANATION.admission, grant=GrantExplanation(17, 4096, 3))
+    text = _text(replace(EXPLANATION, admission=granted).to_json(), width=120)
+    assert "grant 17 left 3 requests and 4,096 tokens there" in text
     at_once = replace(EXPLANATION, admission=AdmissionExplanation("default", 0.0, 0, 130.0, 0.0))
     assert "class default, nobody waited\n" in re.sub(r" +\n", "\n", _text(at_once.to_json(), width=120))
     of_release_before = EXPLANATION.to_json()

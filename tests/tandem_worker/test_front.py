@@ -30,6 +30,7 @@ from tandem_runtime.model_table import Exactness
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.engine_state import EXIT_CONFIG
 from tandem_worker.front import WorkerFront
+from tandem_worker.grant_sender import GrantSender
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
 from tandem_worker.kv_offload import KVOffload
@@ -91,12 +92,14 @@ class FakeConnector(KVConnector):
 
 
 class Harness:
-    def __init__(self, exactness: Exactness = "class") -> None:
+    def __init__(self, exactness: Exactness = "class", grants: GrantSender | None = None) -> None:
         self.engine = ScriptedEngine()
         self.connector = FakeConnector()
         link = KvLink("worker-1", lease_seconds=10.0)  # to no KV service
         offload = KVOffload(self.engine, link, EngineRegions(self.engine, link), "worker-1")
-        self.front = WorkerFront("worker-1", self.engine, RequestTable(), self.connector, offload, 10.0, exactness)
+        self.front = WorkerFront(
+            "worker-1", self.engine, RequestTable(), self.connector, offload, 10.0, exactness, grants
+        )
         self.pump = asyncio.create_task(self.front.pump())
         self.is_ready = asyncio.Event()
         self.front.when_ready(lambda paths: self.is_ready.set())
@@ -107,9 +110,9 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness(exactness: Exactness = "class") -> AsyncIterator[Harness]:
+async def harness(exactness: Exactness = "class", grants: GrantSender | None = None) -> AsyncIterator[Harness]:
     """Yield a front over a scripted engine that has loaded."""
-    here = Harness(exactness)
+    here = Harness(exactness, grants)
     await here.load()
     try:
         yield here

@@ -17,6 +17,7 @@ from tandem_engine.messages import AddRequest
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
 from tandem_runtime.server import GrpcServer
+from tandem_worker.grant_sender import GrantSender
 from tandem_worker.model_card import AssetStore
 from tandem_worker.service import WorkerService
 from tests.tandem_worker.kv_harness import until
@@ -25,8 +26,8 @@ from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, su
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Harness, Any]]:
-    async with harness() as here:
+async def served(grants: GrantSender | None = None) -> AsyncIterator[tuple[Harness, Any]]:
+    async with harness(grants=grants) as here:
         service = WorkerService(here.front, AssetStore(), pb.WorkerInfo)
         server = GrpcServer(
             "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc), []
@@ -63,6 +64,44 @@ async def test_a_gateway_that_hangs_up_takes_its_requests_with_it() -> None:
         call.cancel()
         await asyncio.wait_for(here.front.drain(10), 10)
         assert [type(error).__name__ for error in here.connector.ends] == ["Cancelled"]
+
+
+async def test_a_gateway_that_uses_grants_is_granted_room_and_hears_of_what_waits_elsewhere() -> None:
+    async with served(GrantSender(4)) as (_, stub):
+        one, other, old = stub.Attach(), stub.Attach(), stub.Attach()
+        attached = hello()
+        attached.hello.uses_grants = True
+        await one.write(attached)
+        assert (await one.read()).hello.uses_grants
+        assert (await one.read()).grant.num_requests == 4
+        await old.write(hello())
+        assert (await old.read()).hello.uses_grants
+        await other.write(attached)
+        assert (await other.read()).HasField("hello")
+        await command(
+            other, demand=pb.Demand(waiting=pb.WaitingRequests(num_tokens=30, num_requests=3, first_tokens=9))
+        )
+        lower = (await one.read()).grant
+        assert (lower.number, lower.num_requests) == (2, 1)
+        await command(one, demand=pb.Demand(grant_number=lower.number))
+        grant = (await other.read()).grant
+        while grant.num_requests < 3:
+            grant = (await other.read()).grant
+        for call in (one, other, old):
+            call.cancel()
+
+
+async def test_a_worker_that_grants_nothing_tells_the_gateway() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        attached = hello()
+        attached.hello.uses_grants = True
+        await call.write(attached)
+        assert not (await call.read()).hello.uses_grants
+        await command(call, demand=pb.Demand(waiting=pb.WaitingRequests(num_requests=3)))
+        await command(call, submit=submit())
+        await until(lambda: len(here.engine.sent_of(AddRequest)) == 1)
+        call.cancel()
 
 
 async def test_requests_that_share_a_prompt_are_as_if_each_had_brought_it() -> None:

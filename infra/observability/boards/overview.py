@@ -179,6 +179,12 @@ def _errors() -> RowSpec:
                 (f"sum by (model, class) (tandem_admission_waiting{{{MODEL}}})", "{{model}} {{class}}"),
             ),
             graph(
+                "Granted",
+                "How many requests may the gateways still send, by the workers' grants?",
+                "short",
+                (f"sum by (model) (tandem_admission_granted{{{MODEL}}})", "{{model}}"),
+            ),
+            graph(
                 "Predicted wait",
                 "How long would a request wait that comes now?",
                 "s",

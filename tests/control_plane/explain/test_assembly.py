@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from control_plane.accounts.ledger import Closing
+from control_plane.admission.attachment import GrantLeft
 from control_plane.explain.explanation import CachedTokens, Candidate, ClassCrossing, Explanation, RouteExplanation
 from control_plane.explain.history import History
 from control_plane.explain.journal import Journal
@@ -33,6 +34,7 @@ class Call:
     output_at: float | None = None
     closed_at: float | None = None
     ledger: pb.PhaseLedger | None = None
+    grant: GrantLeft | None = None
 
 
 @dataclass(eq=False)

@@ -970,6 +970,7 @@ class Submit(message.Message):
     HASH_GRAIN_FIELD_NUMBER: builtins.int
     HANDLE_LAYOUT_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    GRANT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -1000,6 +1001,8 @@ class Submit(message.Message):
     """of the worker, 16 bytes: it refuses another one; absent: block_hashes are the worker's keys"""
     hash_grain: builtins.int
     """tokens per entry of block_hashes, and per block of the counts above; 0: the worker's block"""
+    grant_tokens: builtins.int
+    """What the gateway counts of this request against its grants on this stream. Absent: nothing, and no request."""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -1057,17 +1060,22 @@ class Submit(message.Message):
         hash_grain: builtins.int = ...,
         handle_layout: KvLayout | None = ...,
         adapter: Adapter | None = ...,
+        grant_tokens: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grant_tokens: _TypeAlias = typing.Literal["grant_tokens"]  # noqa: Y015
+    _WhichOneofArgType__grant_tokens: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_found_blocks: _TypeAlias = typing.Literal["max_found_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015
     _WhichOneofReturnType__max_left_blocks: _TypeAlias = typing.Literal["max_left_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_left_blocks: _TypeAlias = typing.Literal["_max_left_blocks", b"_max_left_blocks"]  # noqa: Y015
     _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grant_tokens) -> _WhichOneofReturnType__grant_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_found_blocks) -> _WhichOneofReturnType__max_found_blocks | None: ...
     @typing.overload
@@ -1105,6 +1113,7 @@ class AttachHello(message.Message):
     GATEWAY_INCARNATION_FIELD_NUMBER: builtins.int
     WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     TAKES_CHOICES_FIELD_NUMBER: builtins.int
+    USES_GRANTS_FIELD_NUMBER: builtins.int
     TAKES_USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
@@ -1112,6 +1121,8 @@ class AttachHello(message.Message):
     """the incarnation that the gateway expects"""
     takes_choices: builtins.bool
     """in the worker's answer: it takes Command.choices"""
+    uses_grants: builtins.bool
+    """the gateway heeds grants and sends Demand; in the worker's answer: it sends grants"""
     takes_used_elsewhere: builtins.bool
     """in the gateway's hello: it takes Event.used_elsewhere"""
     def __init__(
@@ -1121,11 +1132,158 @@ class AttachHello(message.Message):
         gateway_incarnation: builtins.str = ...,
         worker_incarnation: builtins.str = ...,
         takes_choices: builtins.bool = ...,
+        uses_grants: builtins.bool = ...,
         takes_used_elsewhere: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Demand(message.Message):
+    """Sent when what waits has changed, at most some times a second, and when a grant is lower than the one before."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    GRANT_NUMBER_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    grant_number: builtins.int
+    """the last grant that the gateway has got; requests under those before it were sent before"""
+    @builtins.property
+    def waiting(self) -> WaitingRequests:
+        """absent: as reported before"""
+
+    def __init__(
+        self,
+        *,
+        grant_number: builtins.int = ...,
+        waiting: WaitingRequests | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grant_number", b"grant_number", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class WaitingRequests(message.Message):
+    """The requests that wait at a gateway for any worker of the model. One that asks for several answers counts as several."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_REQUESTS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
+    num_tokens: builtins.int
+    """of their prompts"""
+    num_requests: builtins.int
+    first_tokens: builtins.int
+    """of the one that is next"""
+    first_requests: builtins.int
+    """answers that it asks for"""
+    @builtins.property
+    def accounts(self) -> containers.RepeatedCompositeFieldContainer[AccountDemand]:
+        """those with the most tokens; empty: one account"""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: builtins.int = ...,
+        num_requests: builtins.int = ...,
+        first_tokens: builtins.int = ...,
+        first_requests: builtins.int = ...,
+        accounts: abc.Iterable[AccountDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accounts", b"accounts", "first_requests", b"first_requests", "first_tokens", b"first_tokens", "num_requests", b"num_requests", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AccountDemand(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    ACCOUNT_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    account: builtins.int
+    """a digest of its name"""
+    num_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        account: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["account", b"account", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Grant(message.Message):
+    """How much a gateway may have submitted on this stream in all. The latest holds; a lower one takes back what was not
+    used. None is needed for Submits without grant_tokens.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    VALID_MS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """grows by one with each grant of the stream"""
+    num_tokens: builtins.int
+    """the sum of Submit.grant_tokens since the stream began"""
+    num_requests: builtins.int
+    """the number of Submits with grant_tokens since then"""
+    valid_ms: builtins.int
+    """it may be used for so long after it came"""
+    @builtins.property
+    def parts(self) -> containers.RepeatedCompositeFieldContainer[AccountPart]:
+        """of accounts that wait at other gateways too"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        num_requests: builtins.int = ...,
+        valid_ms: builtins.int = ...,
+        parts: abc.Iterable[AccountPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number", "parts", b"parts", "valid_ms", b"valid_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AccountPart(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    ACCOUNT_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    account: builtins.int
+    """as in AccountDemand"""
+    part: builtins.float
+    """of the account's waiting tokens: those that wait at this gateway"""
+    def __init__(
+        self,
+        *,
+        account: builtins.int = ...,
+        part: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["account", b"account", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1163,6 +1321,7 @@ class Command(message.Message):
     SUBMIT_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    DEMAND_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1173,6 +1332,10 @@ class Command(message.Message):
     def choices(self) -> SubmitChoices:
         """only to a worker whose hello has takes_choices"""
 
+    @builtins.property
+    def demand(self) -> Demand:
+        """only to a worker whose hello has uses_grants"""
+
     def __init__(
         self,
         *,
@@ -1180,12 +1343,13 @@ class Command(message.Message):
         submit: Submit | None = ...,
         cancel: Cancel | None = ...,
         choices: SubmitChoices | None = ...,
+        demand: Demand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices", "demand"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1220,20 +1384,26 @@ class Refused(message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    GRANT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     @builtins.property
     def error(self) -> ErrorDetail: ...
+    @builtins.property
+    def grant(self) -> Grant:
+        """the gateway's new grant; absent: as before"""
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         attempt: builtins.int = ...,
         error: ErrorDetail | None = ...,
+        grant: Grant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error", "grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "error", b"error", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "error", b"error", "grant", b"grant", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1467,6 +1637,7 @@ class Event(message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    GRANT_FIELD_NUMBER: builtins.int
     USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
@@ -1479,6 +1650,10 @@ class Event(message.Message):
     @builtins.property
     def step(self) -> StepBatch: ...
     @builtins.property
+    def grant(self) -> Grant:
+        """only to a gateway whose hello has uses_grants"""
+
+    @builtins.property
     def used_elsewhere(self) -> UsedElsewhere:
         """only to a gateway whose hello has takes_used_elsewhere"""
 
@@ -1490,13 +1665,14 @@ class Event(message.Message):
         refused: Refused | None = ...,
         failed: Failed | None = ...,
         step: StepBatch | None = ...,
+        grant: Grant | None = ...,
         used_elsewhere: UsedElsewhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "used_elsewhere"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "used_elsewhere"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

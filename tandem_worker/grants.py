@@ -1,0 +1,418 @@
+"""Divides a worker's room among the gateways attached to it, so that they share it without asking each other.
+
+A grant says how much a gateway may have submitted on its Attach stream in all: tokens and requests, since the stream
+began. Both ends count the same Submits, so a grant that crosses with a Submit on its way means the same to both. Grants
+are numbered; the latest one that a gateway has got holds, until it expires. Room that was granted and not used is free
+again when the gateway has seen a lower grant, when its last one has expired, or when its stream ends.
+
+Gateways whose requests wait come first: by virtual time, as in weighted fair queueing. A gateway's weight is the sum of
+its parts of the accounts that wait: each account has the same weight, and a gateway that has a third of an account's
+waiting tokens has a third of the account. What is left is divided equally, for requests that will come.
+
+No clock, no loop, no message: `now` is in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+VALID_SECONDS = 2.0
+"""A gateway may use a grant for so long after it has got it."""
+RENEW_SECONDS = 1.0
+_MARGIN_SECONDS = 0.5
+"""A Submit may be on its way for so long after its grant has expired at the gateway."""
+_DUE_SECONDS = 5.0
+"""A request that waits longer for a grant that it fits has a turn: until then, what is free is kept for it."""
+_ACTIVE_SECONDS = 2.0
+_MAX_DEBT_TOKENS = 16384
+"""A gateway that begins to wait is behind the others by no more than this, whatever it has used before."""
+_MOST_STEPS = 64
+"""What waits is given room in about so many steps: several requests at once if there is more room."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a worker can take beside the requests that it has got."""
+
+    num_tokens: int
+    """Of its KV pool."""
+    num_requests: int
+    tokens_per_request: int = 0
+    """That a request may need beside its own, because blocks are whole and answers grow."""
+    most_tokens: int = 0
+    """Of the whole pool: a request that needs more is not waited for."""
+    is_idle: bool = False
+    """It has no request: it may be asked to take one of any size."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The requests of one gateway that wait for a worker of the model."""
+
+    num_tokens: int = 0
+    num_requests: int = 0
+    first_tokens: int = 0
+    """Of the request that is next: it needs a grant of so many tokens."""
+    first_requests: int = 1
+    """More than one if that request asks for several answers."""
+    accounts: Mapping[int, int] = field(default_factory=dict)
+    """Waiting tokens by a digest of the account; empty: one account."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """How much a gateway may have submitted since its stream began."""
+
+    number: int
+    num_tokens: int
+    num_requests: int
+    valid_seconds: float = VALID_SECONDS
+    parts: Mapping[int, float] = field(default_factory=dict)
+    """Of accounts that wait at other gateways too: the part of their tokens that waits at this one."""
+
+
+@dataclass
+class _Amount:
+    num_tokens: int = 0
+    num_requests: int = 0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    grant: Grant
+    until: float
+
+
+@dataclass(eq=False)
+class _Gateway:
+    order: int
+    demand: Demand = field(default_factory=Demand)
+    received: _Amount = field(default_factory=_Amount)
+    """Submitted under grants since the stream began."""
+    sent: deque[_Sent] = field(default_factory=deque)
+    """The grants that the gateway may still use: those since the one that it has seen last, and none within another."""
+    number: int = 0
+    sent_at: float = float("-inf")
+    used_at: float = float("-inf")
+    level: float = 0.0
+    """Virtual time: tokens used by the gateway's weight."""
+    weight: float = 1.0
+    parts: Mapping[int, float] = field(default_factory=dict)
+    """As in a grant."""
+    mean_tokens: float = 0.0
+    """Of a request; 0.0: none has come."""
+    unmet_since: float | None = None
+    """Since when its first request has had no grant that it fits; None: it has, or nothing waits."""
+
+    @property
+    def waits(self) -> bool:
+        return self.demand.num_requests > 0
+
+    def is_active(self, now: float) -> bool:
+        return self.waits or now - self.used_at < _ACTIVE_SECONDS
+
+    def is_due(self, now: float) -> bool:
+        return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
+
+    def lacks(self, has: _Amount) -> bool:
+        """Whether requests wait that do not fit into what the gateway has."""
+        demand = self.demand
+        return self.waits and (has.num_requests < demand.num_requests or has.num_tokens < demand.num_tokens)
+
+    def outstanding(self) -> _Amount:
+        """Return what the gateway may still submit."""
+        tokens = max((each.grant.num_tokens for each in self.sent), default=0)
+        requests = max((each.grant.num_requests for each in self.sent), default=0)
+        return _Amount(max(0, tokens - self.received.num_tokens), max(0, requests - self.received.num_requests))
+
+    def forget_expired(self, now: float) -> None:
+        while self.sent and self.sent[0].until <= now:
+            self.sent.popleft()
+
+    def seen(self, number: int) -> None:
+        """The gateway uses no grant before this one; what it has submitted under them has come."""
+        while len(self.sent) > 1 and self.sent[0].grant.number < number:
+            self.sent.popleft()
+
+    def next_requests(self, num_given: int, num_at_once: int) -> _Amount:
+        """Return the size of what is next, when room for `num_given` waiting requests was given."""
+        demand = self.demand
+        num_first = max(1, demand.first_requests)
+        if not num_given:
+            return _Amount(demand.first_tokens, num_first)
+        num_rest = max(1, demand.num_requests - num_first)
+        num = max(1, min(num_at_once, demand.num_requests - num_given))
+        return _Amount(num * -(-max(0, demand.num_tokens - demand.first_tokens) // num_rest), num)
+
+
+class GrantDivider(Generic[_Key]):
+    """The grants of one worker, by gateway."""
+
+    def __init__(self) -> None:
+        self._gateways: dict[_Key, _Gateway] = {}
+        self._num_attached = 0
+
+    def __len__(self) -> int:
+        return len(self._gateways)
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._gateways
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait at a gateway."""
+        return any(each.waits for each in self._gateways.values())
+
+    def outstanding(self) -> tuple[int, int]:
+        """Return the tokens and requests that gateways may still submit under their grants."""
+        amounts = [each.outstanding() for each in self._gateways.values()]
+        return sum(each.num_tokens for each in amounts), sum(each.num_requests for each in amounts)
+
+    def attach(self, key: _Key) -> None:
+        self._num_attached += 1
+        self._gateways[key] = _Gateway(self._num_attached)
+
+    def detach(self, key: _Key) -> None:
+        """The stream has ended: what was granted on it is free at once."""
+        self._gateways.pop(key, None)
+        self._weigh()
+
+    def seen(self, key: _Key, number: int) -> None:
+        """A gateway has got a grant, and uses those before it no more."""
+        self._gateways[key].seen(number)
+
+    def demanded(self, key: _Key, demand: Demand, now: float) -> None:
+        """Take in what waits at a gateway."""
+        gateway = self._gateways[key]
+        if demand.num_requests and not gateway.waits:
+            self._begin_to_wait(gateway, now)
+        if not demand.num_requests or demand.first_tokens != gateway.demand.first_tokens:
+            gateway.unmet_since = None
+        gateway.demand = demand
+        self._weigh()
+
+    def submitted(self, key: _Key, num_tokens: int, now: float) -> None:
+        """A request has come that counts so many tokens under the gateway's grants."""
+        gateway = self._gateways[key]
+        if not any(each.is_active(now) for each in self._gateways.values()):
+            self._forget_levels()
+        gateway.received.num_tokens += num_tokens
+        gateway.received.num_requests += 1
+        gateway.mean_tokens += (num_tokens - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
+        gateway.used_at = now
+        gateway.unmet_since = None
+        gateway.level += num_tokens / gateway.weight
+
+    def answered(self, key: _Key, num_tokens: int) -> None:
+        """Tokens of answers were computed for a gateway."""
+        if (gateway := self._gateways.get(key)) is not None:
+            gateway.level += num_tokens / gateway.weight
+
+    def divide(self, room: Room, now: float) -> dict[_Key, Grant]:
+        """Return the grants that are to be sent now."""
+        for gateway in self._gateways.values():
+            gateway.forget_expired(now)
+        targets = self._targets(room, now)
+        out = {key: gateway.outstanding() for key, gateway in self._items()}
+        # An idle worker is asked to take a request of any size: then the targets are more than there is.
+        left = _Amount(
+            max(room.num_tokens, sum(each.num_tokens for each in targets.values())),
+            max(room.num_requests, sum(each.num_requests for each in targets.values())),
+        )
+        left.num_tokens -= sum(each.num_tokens for each in out.values())
+        left.num_requests -= sum(each.num_requests for each in out.values())
+        must_lower = any(each.lacks(out[key]) and _is_less(out[key], targets[key]) for key, each in self._items())
+        grants: dict[_Key, Grant] = {}
+        for key, gateway in sorted(self._items(), key=lambda item: (not item[1].waits, item[1].level, item[1].order)):
+            target, has = targets[key], out[key]
+            gets = _Amount(
+                _next(has.num_tokens, target.num_tokens, left.num_tokens),
+                _next(has.num_requests, target.num_requests, left.num_requests),
+            )
+            if self._is_worth_sending(gateway, has, gets, now, must_lower):
+                left.num_tokens -= max(0, gets.num_tokens - has.num_tokens)
+                left.num_requests -= max(0, gets.num_requests - has.num_requests)
+                grants[key] = _grant(gateway, gets, now)
+            _note_unmet(gateway, now)
+        return grants
+
+    def renewed(self, key: _Key, room: Room, now: float) -> dict[_Key, Grant]:
+        """Return the grants to be sent now, one for this gateway among them: it is waiting for it."""
+        self._gateways[key].sent_at = float("-inf")
+        return self.divide(room, now)
+
+    def _targets(self, room: Room, now: float) -> dict[_Key, _Amount]:
+        """Return what each gateway should be able to submit, if nothing had been granted yet."""
+        shares = {key: _Amount() for key in self._gateways}
+        left = _Amount(max(0, room.num_tokens), max(0, room.num_requests))
+        if not shares or not left.num_requests or self._give_to_waiting(room, shares, left, now):
+            return shares
+        ranked = sorted(shares, key=lambda key: (shares[key].num_requests, self._gateways[key].order))
+        for position, key in enumerate(ranked):  # what is left, in equal parts
+            num_others = len(shares) - position
+            requests, tokens = -(-left.num_requests // num_others), left.num_tokens // num_others
+            shares[key].num_requests += requests
+            shares[key].num_tokens += tokens
+            left.num_requests -= requests
+            left.num_tokens -= tokens
+        return shares
+
+    def _give_to_waiting(self, room: Room, shares: dict[_Key, _Amount], left: _Amount, now: float) -> bool:
+        """Give room to what waits, in the order of virtual time. Return whether the rest is kept for one that is due.
+
+        If there are places for all gateways, each of those that do not wait keeps one.
+        """
+        kept, num_at_once = _Amount(), max(1, left.num_requests // _MOST_STEPS)
+        if self._keeps_for_due(room, shares, left, now):
+            return True
+        if left.num_requests >= len(shares):
+            idle = [each for each in self._gateways.values() if not each.waits]
+            kept = _Amount(min(int(sum(each.mean_tokens for each in idle)), left.num_tokens // 2), len(idle))
+        queue = [
+            (each.level + shares[key].num_tokens / each.weight, each.order, key)
+            for key, each in self._items()
+            if shares[key].num_requests < each.demand.num_requests
+        ]
+        heapify(queue)
+        has_given = any(each.num_requests for each in shares.values())
+        while queue and left.num_requests > kept.num_requests:
+            level, order, key = heappop(queue)
+            gateway, share = self._gateways[key], shares[key]
+            asked = gateway.next_requests(share.num_requests, num_at_once)
+            if _fits(asked, room, left, kept) or (room.is_idle and not has_given):
+                has_given = True
+                _take(asked, room, share, left)
+                if share.num_requests < gateway.demand.num_requests:
+                    heappush(queue, (level + max(1, asked.num_tokens) / gateway.weight, order, key))
+        return False
+
+    def _keeps_for_due(self, room: Room, shares: dict[_Key, _Amount], left: _Amount, now: float) -> bool:
+        """Give to those whose turn has come, first to the one that waits longest. Return whether it needs more."""
+        due = [(each.unmet_since or 0.0, each.order, key) for key, each in self._items() if each.is_due(now)]
+        for _, _, key in sorted(due):
+            asked = self._gateways[key].next_requests(0, 1)
+            if _fits(asked, room, left, _Amount()):
+                _take(asked, room, shares[key], left)
+            elif asked.num_tokens + asked.num_requests * room.tokens_per_request <= room.most_tokens:
+                return not room.is_idle
+        return False
+
+    def _items(self) -> Iterable[tuple[_Key, _Gateway]]:
+        return self._gateways.items()
+
+    def _begin_to_wait(self, gateway: _Gateway, now: float) -> None:
+        """Let a gateway rejoin: neither with credit for the time in which it was idle, nor with endless debt."""
+        others = [each.level for each in self._gateways.values() if each is not gateway and each.is_active(now)]
+        if others:
+            least = min(others)
+            gateway.level = min(max(gateway.level, least), least + _MAX_DEBT_TOKENS)
+        elif not gateway.is_active(now):
+            self._forget_levels()
+
+    def _forget_levels(self) -> None:
+        for gateway in self._gateways.values():
+            gateway.level = 0.0
+
+    def _weigh(self) -> None:
+        """Set the weights of the gateways that wait; they add up to the number of gateways."""
+        waiting = [each for each in self._gateways.values() if each.waits]
+        totals: Counter[int] = Counter()
+        for gateway in waiting:
+            totals.update(_accounts(gateway.demand))
+        for gateway in self._gateways.values():
+            gateway.parts = {}
+        for gateway in waiting:
+            parts = {account: tokens / totals[account] for account, tokens in _accounts(gateway.demand).items()}
+            gateway.weight = max(1e-3, sum(parts.values()) * len(waiting) / len(totals))
+            gateway.parts = {account: part for account, part in parts.items() if part < 1.0}
+
+    def _is_worth_sending(self, gateway: _Gateway, has: _Amount, gets: _Amount, now: float, must_lower: bool) -> bool:
+        """Whether a gateway should hear of a new amount now, and not with the next renewal."""
+        if now - gateway.sent_at >= RENEW_SECONDS or (must_lower and _is_less(gets, has)):
+            return True
+        if gateway.lacks(has) and _is_less(has, gets):
+            return True
+        return 2 * has.num_tokens < gets.num_tokens or 2 * has.num_requests < gets.num_requests
+
+
+def _accounts(demand: Demand) -> Mapping[int, int]:
+    return {account: max(1, tokens) for account, tokens in demand.accounts.items()} or {0: max(1, demand.num_tokens)}
+
+
+def _is_less(some: _Amount, other: _Amount) -> bool:
+    return some.num_tokens < other.num_tokens or some.num_requests < other.num_requests
+
+
+def _next(has: int, target: int, left: int) -> int:
+    """Return the next amount on the way to the target: no more is added than nobody else has."""
+    return target if target <= has else has + max(0, min(target - has, left))
+
+
+def _fits(asked: _Amount, room: Room, left: _Amount, kept: _Amount) -> bool:
+    num_tokens = asked.num_tokens + asked.num_requests * room.tokens_per_request
+    return (
+        asked.num_requests <= left.num_requests - kept.num_requests and num_tokens <= left.num_tokens - kept.num_tokens
+    )
+
+
+def _take(asked: _Amount, room: Room, share: _Amount, left: _Amount) -> None:
+    share.num_tokens += asked.num_tokens
+    share.num_requests += asked.num_requests
+    num_tokens = asked.num_tokens + asked.num_requests * room.tokens_per_request
+    left.num_tokens = max(0, left.num_tokens - num_tokens)
+    left.num_requests = max(0, left.num_requests - asked.num_requests)
+
+
+def _grant(gateway: _Gateway, gets: _Amount, now: float) -> Grant:
+    gateway.number += 1
+    gateway.sent_at = now
+    grant = Grant(
+        gateway.number,
+        gateway.received.num_tokens + gets.num_tokens,
+        gateway.received.num_requests + gets.num_requests,
+        parts=gateway.parts if gateway.demand.accounts else {},
+    )
+    while gateway.sent and _is_within(gateway.sent[-1].grant, grant):
+        gateway.sent.pop()
+    gateway.sent.append(_Sent(grant, now + VALID_SECONDS + _MARGIN_SECONDS))
+    return grant
+
+
+def _is_within(some: Grant, other: Grant) -> bool:
+    return some.num_tokens <= other.num_tokens and some.num_requests <= other.num_requests
+
+
+def _note_unmet(gateway: _Gateway, now: float) -> None:
+    has, demand = gateway.outstanding(), gateway.demand
+    is_met = has.num_tokens >= demand.first_tokens and has.num_requests >= max(1, demand.first_requests)
+    if not gateway.waits or is_met:
+        gateway.unmet_since = None
+    elif gateway.unmet_since is None:
+        gateway.unmet_since = now
+
+
+class SlowStart:
+    """Bounds how many requests a new worker may have without a first token: a few at first, twice as many with each."""
+
+    NUM_AT_FIRST = 4
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._limit = self.NUM_AT_FIRST
+
+    @property
+    def is_over(self) -> bool:
+        return self._limit >= self._num_places
+
+    def first_token(self) -> None:
+        self._limit = min(self._num_places, 2 * self._limit)
+
+    def bound(self, num_requests: int, num_without_token: int) -> int:
+        """Return how many requests may come, of `num_requests` that there is room for."""
+        return num_requests if self.is_over else max(0, min(num_requests, self._limit - num_without_token))

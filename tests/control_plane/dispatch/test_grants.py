@@ -1,0 +1,178 @@
+"""A gateway sends what workers have granted and no more, tells them what waits, and estimates the room of others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tandem.v1 import types_pb2 as pb
+from tests.control_plane.dispatch.test_rooms import wait_for
+from tests.control_plane.harness import FULL, PROMPT, Harness, answer, harness, new_request, tokens_of
+from tests.control_plane.scripted_worker import MODEL, AttachStream, ScriptedWorker, only_accept, refuse_with, serve
+from tests.tandem_worker.kv_harness import until
+
+LIVE_MS = 60_000
+
+
+def worker_with(num_requests: int, **fields: Any) -> ScriptedWorker:
+    """A worker that runs something, and grants so many requests."""
+    worker = ScriptedWorker("a", **fields)
+    worker.grant = pb.Grant(number=1, num_tokens=10_000, num_requests=num_requests, valid_ms=LIVE_MS)
+    return worker
+
+
+async def granted(here: Harness, worker: ScriptedWorker) -> AttachStream:
+    """Let the gateway know that the worker runs requests of others, and return its stream once it has the grant."""
+    here.report(worker, num_running=3)
+    await until(lambda: (found := here.links.attachment(worker.incarnation)) is not None and found.grant is not None)
+    return worker.streams[-1]
+
+
+async def end(waiting: list[asyncio.Task[Any]]) -> None:
+    """Let all leave: those that wait, and those whose answers have begun."""
+    for each in waiting:
+        if each.done():
+            await each.result().aclose()
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_no_more_is_sent_than_was_granted_and_the_rest_as_soon_as_more_is() -> None:
+    worker = worker_with(2, behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting = wait_for(here, MODEL, "vwxyz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 3)
+        await worker.until(lambda worker: len(worker.submits) == 2)
+        assert [submit.grant_tokens for submit in worker.submits] == [len(PROMPT)] * 2
+        assert here.dispatcher.rooms.num_granted() == {MODEL: 0}
+        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=4, valid_ms=LIVE_MS))
+        await worker.until(lambda worker: len(worker.submits) == 4)
+        assert here.dispatcher.queue.num_waiting(MODEL) == 1
+        stream.grant(pb.Grant(number=3, num_tokens=5 * len(PROMPT) - 1, num_requests=9, valid_ms=LIVE_MS))
+        stream.grant(pb.Grant(number=4, num_tokens=5 * len(PROMPT), num_requests=9, valid_ms=LIVE_MS))
+        await worker.until(lambda worker: len(worker.submits) == 5)
+        await end(waiting)
+
+
+async def test_reports_of_free_memory_do_not_send_what_was_not_granted() -> None:
+    worker = worker_with(1, behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting = wait_for(here, MODEL, "yz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        for _ in range(3):
+            here.report(worker, num_running=3)
+        stream.grant(pb.Grant(number=2, num_tokens=1, num_requests=1, valid_ms=LIVE_MS))
+        await worker.until(lambda worker: any(demand.grant_number == 2 for demand in worker.demands))
+        assert len(worker.submits) == 1
+        await end(waiting)
+
+
+async def test_workers_hear_what_waits_by_account_and_when_nothing_does_any_more() -> None:
+    worker = worker_with(0, behave=serve)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting = wait_for(here, MODEL, "xyy")
+        await worker.until(lambda worker: worker.waiting.num_requests == 3)
+        demand = worker.waiting
+        size = len(PROMPT)
+        assert (demand.num_tokens, demand.first_tokens, demand.first_requests) == (3 * size, size, 1)
+        assert sorted(each.num_tokens for each in demand.accounts) == [size, 2 * size]
+        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=3, valid_ms=LIVE_MS))
+        for each in waiting:
+            assert await tokens_of(await each) == [answer()]  # type: ignore[arg-type]
+        await worker.until(lambda worker: worker.waiting.num_requests == 0)
+
+
+async def test_an_explanation_has_what_the_grant_left_before_the_request() -> None:
+    worker = worker_with(3)
+    async with harness(worker) as here:
+        await granted(here, worker)
+        stream = await here.dispatcher.submit(new_request())
+        assert await tokens_of(stream) == [answer()]
+        (call,) = stream.state.history.calls
+        assert call.grant is not None
+        assert (call.grant.number, call.grant.num_requests, call.grant.num_tokens) == (1, 3, 10_000)
+        assert here.dispatcher.rooms.num_granted() == {MODEL: 2}
+
+
+async def test_a_worker_hears_that_a_lower_grant_has_come() -> None:
+    worker = worker_with(5)
+    async with harness(worker) as here:
+        stream = await granted(here, worker)
+        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=1, valid_ms=LIVE_MS))
+        await worker.until(lambda worker: [demand.grant_number for demand in worker.demands] == [2])
+
+
+async def test_an_account_that_waits_at_other_gateways_too_is_charged_for_what_it_gets_there() -> None:
+    worker = worker_with(0, behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting: list[asyncio.Task[Any]] = []
+        for account in "xy":
+            requests = [new_request(request_id=f"{account}-{i}", account=account) for i in range(4)]
+            waiting += [asyncio.create_task(here.dispatcher.submit(each)) for each in requests]
+            num = len(waiting)
+            await worker.until(lambda worker, num=num: worker.waiting.num_requests == num)  # type: ignore[misc]
+        accounts = {each.account for each in worker.waiting.accounts}
+        first = next(each.account for each in worker.demands[0].waiting.accounts)
+        assert len(accounts) == 2 and first in accounts
+        parts = [pb.AccountPart(account=first, part=0.3)]
+        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=5, valid_ms=LIVE_MS, parts=parts))
+        await worker.until(lambda worker: len(worker.submits) == 5)
+        num_of_x = sum(submit.request_id.startswith("x-") for submit in worker.submits)
+        assert num_of_x == 1, "it is charged thrice: two of three such requests are served elsewhere"
+        await end(waiting)
+
+
+async def test_a_refusal_brings_the_next_grant() -> None:
+    worker = worker_with(1, behave=refuse_with(FULL))
+    worker.grant_with_refusal = pb.Grant(number=2, num_tokens=10_000, num_requests=1, valid_ms=LIVE_MS)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting = wait_for(here, MODEL, "z")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert len(worker.submits) == 1
+        worker.behave = serve
+        stream.grant(pb.Grant(number=3, num_tokens=10_000, num_requests=2, valid_ms=LIVE_MS))
+        assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]
+        assert len(worker.submits) == 2
+
+
+async def test_a_new_stream_begins_without_what_was_sent_on_the_one_before() -> None:
+    worker = worker_with(1)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        for num_streams in (1, 2):
+            here.report(worker, num_running=3)
+            assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
+            assert here.links.attachment(worker.incarnation).left().num_requests == 0  # type: ignore[union-attr]
+            stream.events.put_nowait(None)
+            await worker.until(lambda worker, num=num_streams: len(worker.hellos) == num + 1)  # type: ignore[misc]
+            stream = await granted(here, worker)
+
+
+async def test_a_worker_whose_grant_has_expired_gets_a_few_requests_by_the_estimate() -> None:
+    worker = worker_with(1, behave=only_accept)
+    assert worker.grant is not None
+    worker.grant.valid_ms = 0
+    async with harness(worker, queue_seconds=60) as here:
+        await granted(here, worker)
+        waiting = wait_for(here, MODEL, "uvwxyz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 2)
+        await worker.until(lambda worker: len(worker.submits) == 4)
+        await end(waiting)
+
+
+async def test_a_worker_of_the_release_before_hears_nothing_of_grants_and_its_room_is_estimated() -> None:
+    worker = ScriptedWorker("a", behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        here.report(worker, num_running=3)
+        waiting = wait_for(here, MODEL, "xyz")
+        await worker.until(lambda worker: len(worker.submits) == 3)
+        worker.behave = refuse_with(FULL)
+        waiting += wait_for(here, MODEL, "v")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        assert worker.demands == []
+        await end(waiting)

@@ -1,0 +1,299 @@
+"""Gateways that keep to their grants never send a worker more than it has room for, and each gets its part of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem_worker.grants import RENEW_SECONDS, VALID_SECONDS, Demand, Grant, GrantDivider, Room, SlowStart
+
+ROOM = Room(1000, 10)
+LATER = VALID_SECONDS + 1.0
+
+
+def divider_of(*names: str) -> GrantDivider[str]:
+    divider: GrantDivider[str] = GrantDivider()
+    for name in names:
+        divider.attach(name)
+    return divider
+
+
+def waits(num_requests: int, tokens_each: int = 50, **accounts: int) -> Demand:
+    by_account = {ord(name): num * tokens_each for name, num in accounts.items()}
+    return Demand(num_requests * tokens_each, num_requests, tokens_each, 1, by_account)
+
+
+def test_one_gateway_has_all_the_room() -> None:
+    assert divider_of("a").divide(ROOM, 0.0) == {"a": Grant(1, 1000, 10)}
+
+
+def test_gateways_where_nothing_waits_have_equal_parts() -> None:
+    grants = divider_of("a", "b", "c").divide(ROOM, 0.0)
+    assert sorted(grant.num_requests for grant in grants.values()) == [3, 3, 4]
+    assert sum(grant.num_tokens for grant in grants.values()) == 1000
+
+
+def test_what_waits_comes_before_what_may_come_and_each_gateway_has_one_request_at_least() -> None:
+    divider = divider_of("a", "b", "c")
+    divider.demanded("a", waits(100), 0.0)
+    grants = divider.divide(ROOM, 0.0)
+    assert [grants[name].num_requests for name in "abc"] == [8, 1, 1]
+
+
+def test_room_is_divided_by_what_waits_if_all_is_of_one_account() -> None:
+    divider = divider_of("a", "b")
+    divider.demanded("a", waits(60), 0.0)
+    divider.demanded("b", waits(20), 0.0)
+    grants = divider.divide(Room(10_000, 40), 0.0)
+    assert [grants[name].num_requests for name in "ab"] == [30, 10]
+
+
+def test_accounts_have_equal_parts_wherever_they_wait() -> None:
+    divider = divider_of("a", "b")
+    divider.demanded("a", waits(60, x=60), 0.0)
+    divider.demanded("b", waits(80, x=60, y=20), 0.0)
+    grants = divider.divide(Room(10_000, 40), 0.0)
+    assert [grants[name].num_requests for name in "ab"] == [10, 30], "half of x; half of x, and y"
+
+
+def test_one_place_at_a_time_goes_to_each_in_turn_by_weight() -> None:
+    divider = divider_of("a", "b")
+    served: list[str] = []
+    for step in range(40):
+        divider.seen("a", 1000)
+        divider.seen("b", 1000)
+        divider.demanded("a", waits(75), step * 0.01)
+        divider.demanded("b", waits(25), step * 0.01)
+        grants = divider.divide(Room(1000, 1), step * 0.01)
+        assert len(grants) == 1 or step == 0
+        name = next(name for name, grant in grants.items() if grant.num_requests > served.count(name))
+        divider.submitted(name, 50, step * 0.01)
+        served.append(name)
+    assert served.count("a") == 30
+    assert all(served[i : i + 4].count("b") == 1 for i in range(0, 40, 4))
+
+
+def test_what_a_gateway_uses_is_granted_anew_and_numbers_grow() -> None:
+    divider = divider_of("a", "b")
+    before = divider.divide(ROOM, 0.0)["a"]
+    for _ in range(4):
+        divider.submitted("a", 50, 0.0)
+    assert divider.divide(Room(800, 6), 0.0) == {}, "one is left to a, and five to b until it hears otherwise"
+    after = divider.divide(Room(900, 9), 0.0)["a"]
+    assert (after.number, after.num_requests) == (before.number + 1, 4 + 4)
+
+
+def test_unused_room_goes_to_who_needs_it_once_the_other_has_seen_its_lower_grant() -> None:
+    divider = divider_of("a", "b")
+    divider.divide(ROOM, 0.0)
+    divider.demanded("a", waits(100), 0.0)
+    lower = divider.divide(ROOM, 0.0)
+    assert lower["b"].num_requests == 1, "a waits, so b gives back"
+    assert "a" not in lower, "b may have used it"
+    divider.seen("b", 2)
+    assert divider.divide(ROOM, 0.1)["a"].num_requests == 9
+
+
+def test_unused_room_is_free_again_when_the_grant_has_expired() -> None:
+    divider = divider_of("a", "b")
+    divider.divide(ROOM, 0.0)
+    divider.demanded("a", waits(100), 0.0)
+    divider.divide(ROOM, 0.0)
+    assert divider.divide(ROOM, LATER)["a"].num_requests == 9
+
+
+def test_a_gateway_that_left_gives_back_at_once() -> None:
+    divider = divider_of("a", "b")
+    divider.divide(ROOM, 0.0)
+    divider.demanded("a", waits(100), 0.0)
+    divider.detach("b")
+    assert divider.divide(ROOM, 0.0)["a"] == Grant(2, 1000, 10)
+    assert len(divider) == 1
+
+
+def test_grants_are_renewed_and_otherwise_sent_only_if_they_say_something() -> None:
+    divider = divider_of("a")
+    divider.divide(ROOM, 0.0)
+    assert divider.divide(ROOM, RENEW_SECONDS / 2) == {}
+    assert divider.divide(ROOM, RENEW_SECONDS) == {"a": Grant(2, 1000, 10)}
+
+
+def test_a_large_request_is_passed_by_until_it_is_due_and_then_the_rest_is_kept_for_it() -> None:
+    divider = divider_of("large", "small")
+    room = Room(300, 5, most_tokens=2000)
+
+    def serve(now: float) -> dict[str, Grant]:
+        for name, demand in (("large", waits(1, 900)), ("small", waits(50, 100))):
+            divider.seen(name, 1000)
+            divider.demanded(name, demand, now)
+        return divider.divide(room, now)
+
+    assert serve(0.0)["small"].num_tokens == 300
+    for _ in range(3):
+        divider.submitted("small", 100, 0.0)
+    assert serve(4.0)["small"].num_tokens == 600
+    for _ in range(3):
+        divider.submitted("small", 100, 4.0)
+    kept = serve(6.0)
+    assert kept["small"].num_tokens == 600, "nothing beyond what it has used"
+    room = Room(1000, 5, most_tokens=2000)
+    assert serve(7.0)["large"].num_tokens >= 900
+
+
+def test_an_idle_worker_takes_a_request_of_any_size() -> None:
+    divider = divider_of("a", "b")
+    divider.demanded("a", Demand(5000, 16, 5000, 16), 0.0)
+    idle = Room(1000, 4, is_idle=True)
+    grant = divider.divide(idle, 0.0)["a"]
+    assert (grant.num_tokens, grant.num_requests) == (5000, 16)
+    divider.seen("a", grant.number)
+    assert divider.divide(Room(1000, 4), LATER)["a"].num_requests <= 4, "something runs there"
+
+
+def test_who_begins_to_wait_has_no_credit_for_idle_time() -> None:
+    divider = divider_of("a", "b")
+    divider.demanded("a", waits(50), 0.0)
+    for step in range(100):
+        divider.submitted("a", 50, step * 0.01)
+    divider.demanded("b", waits(50), 1.0)
+    grants = divider.divide(Room(10_000, 20), 1.0)
+    assert [grants[name].num_requests for name in "ab"] == [100 + 10, 10]
+
+
+def test_a_new_worker_takes_a_few_requests_and_twice_as_many_with_each_first_token() -> None:
+    start = SlowStart(30)
+    assert [start.bound(100, without) for without in (0, 3, 4, 9)] == [4, 1, 0, 0]
+    bounds = []
+    while not start.is_over:
+        start.first_token()
+        bounds.append(start.bound(100, 0))
+    assert bounds == [8, 16, 100]
+
+
+class OneWorker(RuleBasedStateMachine):
+    """A worker and its gateways, with messages on the way; requests have up to 100 of 1,000 tokens."""
+
+    CAPACITY, PLACES = 1000, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.divider: GrantDivider[int] = GrantDivider()
+        self.running: list[int] = []
+        self.gateways: dict[int, dict[str, Any]] = {}
+        self.num_attached = 0
+
+    @property
+    def room(self) -> Room:
+        return Room(self.CAPACITY - sum(self.running), self.PLACES - len(self.running), is_idle=not self.running)
+
+    def divide(self) -> None:
+        for key, grant in self.divider.divide(self.room, self.now).items():
+            last = self.gateways[key]["last"]
+            assert grant.number == last + 1
+            self.gateways[key]["last"] = grant.number
+            self.gateways[key]["down"].append((self.now, grant))
+
+    def deliver_up(self, key: int) -> None:
+        _, kind, value = self.gateways[key]["up"].popleft()
+        if kind == "submit":
+            self.divider.submitted(key, value, self.now)
+            self.running.append(value)
+            assert sum(self.running) <= self.CAPACITY and len(self.running) <= self.PLACES
+        else:
+            demand, number = value
+            self.divider.seen(key, number)
+            self.divider.demanded(key, demand, self.now)
+
+    def deliver_down(self, key: int) -> None:
+        gateway = self.gateways[key]
+        _, grant = gateway["down"].popleft()
+        gateway["grant"], gateway["until"] = grant, self.now + grant.valid_seconds
+        gateway["up"].append((self.now, "demand", (gateway["demand"], grant.number)))
+
+    @precondition(lambda self: len(self.gateways) < 4)
+    @rule()
+    def attach(self) -> None:
+        self.num_attached += 1
+        self.divider.attach(self.num_attached)
+        gateway: dict[str, Any] = {"up": deque(), "down": deque(), "grant": None, "until": 0.0, "last": 0}
+        self.gateways[self.num_attached] = {**gateway, "demand": Demand(), "tokens": 0, "requests": 0}
+        self.divide()
+
+    @precondition(lambda self: self.gateways)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.gateways)))
+        del self.gateways[key]
+        self.divider.detach(key)
+        self.divide()
+
+    @precondition(lambda self: self.gateways)
+    @rule(data=st.data(), num=st.integers(0, 6), size=st.integers(1, 100))
+    def demand(self, data: st.DataObject, num: int, size: int) -> None:
+        gateway = self.gateways[data.draw(st.sampled_from(sorted(self.gateways)))]
+        gateway["demand"] = Demand(num * size, num, size if num else 0)
+        number = gateway["grant"].number if gateway["grant"] else 0
+        gateway["up"].append((self.now, "demand", (gateway["demand"], number)))
+
+    @precondition(lambda self: self.gateways)
+    @rule(data=st.data(), size=st.integers(1, 100))
+    def submit(self, data: st.DataObject, size: int) -> None:
+        gateway = self.gateways[data.draw(st.sampled_from(sorted(self.gateways)))]
+        grant: Grant | None = gateway["grant"]
+        if grant is None or self.now >= gateway["until"]:
+            return
+        if gateway["tokens"] + size <= grant.num_tokens and gateway["requests"] < grant.num_requests:
+            gateway["tokens"] += size
+            gateway["requests"] += 1
+            gateway["up"].append((self.now, "submit", size))
+
+    @precondition(lambda self: self.gateways)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.gateways)))
+        if self.gateways[key]["up"]:
+            self.deliver_up(key)
+            self.divide()
+        elif self.gateways[key]["down"]:
+            self.deliver_down(key)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.divide()
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 0.2]), times=st.integers(1, 12))
+    def wait(self, seconds: float, times: int) -> None:
+        for _ in range(times):
+            self.now += seconds
+            for key, gateway in self.gateways.items():  # no message is on its way for longer than 0.2 s
+                while gateway["down"] and self.now - gateway["down"][0][0] >= 0.2:
+                    self.deliver_down(key)
+                while gateway["up"] and self.now - gateway["up"][0][0] >= 0.2:
+                    self.deliver_up(key)
+            self.divide()
+
+    @invariant()
+    def no_more_is_granted_than_there_is(self) -> None:
+        num_tokens, num_requests = self.divider.outstanding()
+        assert num_tokens <= self.room.num_tokens
+        assert num_requests <= self.room.num_requests
+
+
+OneWorker.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestOneWorker = OneWorker.TestCase
+
+
+@pytest.mark.parametrize("num_gateways", [1, 2, 5])
+def test_each_gateway_has_a_request_while_there_are_as_many_places(num_gateways: int) -> None:
+    divider = divider_of(*map(str, range(num_gateways)))
+    divider.demanded("0", waits(1000), 0.0)
+    grants = divider.divide(Room(100_000, num_gateways), 0.0)
+    assert [grant.num_requests for grant in grants.values()] == [1] * num_gateways

@@ -96,6 +96,8 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
         self._ids_by_role: dict[pb.WorkerRole.ValueType, dict[str, None]] = {}
         """Every heartbeat asks for its host's KV services: the other workers are not looked at for that."""
+        self._kv_by_place: dict[str, dict[str, None]] = {}
+        """The ids of KV services by host id, and by address: routing asks for them several times a request."""
         self._listeners: list[Listener] = []
         self._load_listeners: list[LoadListener] = []
         self._replaced: OrderedDict[str, None] = OrderedDict()
@@ -137,10 +139,15 @@ class WorkerRegistry:
 
     def store_of(self, host_id: str) -> Worker | None:
         """Return the KV service of a host if its last report has a block store."""
-        for worker in self.workers(pb.WORKER_ROLE_KV):
-            if worker.is_usable and worker.info.host_id == host_id and worker.load.kv_service.HasField("store"):
+        for worker_id in self._kv_by_place.get(_host_key(host_id), ()):
+            worker = self._workers[worker_id]
+            if worker.is_usable and worker.load.kv_service.HasField("store"):
                 return worker
         return None
+
+    def has_kv_service(self, address: str) -> bool:
+        """Return whether a KV service with this address may be used."""
+        return any(self._workers[each].is_usable for each in self._kv_by_place.get(_address_key(address), ()))
 
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0) -> None:
         """Add a worker or update it; another incarnation replaces the earlier one for good.
@@ -259,6 +266,7 @@ class WorkerRegistry:
     def _forget(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.worker_id]
         del self._ids_by_role[worker.role][worker.worker_id]
+        self._place_kv(worker, is_here=False)
         log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, reason=reason)
         also_changed = self._left(worker)
         self._notify(replace(worker, gone_for=reason), False)
@@ -271,11 +279,25 @@ class WorkerRegistry:
         if previous is not None and previous.role != worker.role:
             del self._ids_by_role[previous.role][worker.worker_id]
         self._ids_by_role.setdefault(worker.role, {})[worker.worker_id] = None
+        if previous is None or _kv_places(previous) != _kv_places(worker):
+            if previous is not None:
+                self._place_kv(previous, is_here=False)
+            self._place_kv(worker, is_here=True)
         model_id = worker.info.card.model_id
         if model_id:
             self._variants.add(model_id, worker.variant)
         changed = self._left(previous) if previous is not None else []
         return changed + self._choose_variants(model_id)
+
+    def _place_kv(self, worker: Worker, *, is_here: bool) -> None:
+        for place in _kv_places(worker):
+            ids = self._kv_by_place.setdefault(place, {})
+            if is_here:
+                ids[worker.worker_id] = None
+            else:
+                ids.pop(worker.worker_id, None)
+            if not ids:
+                del self._kv_by_place[place]
 
     def _left(self, worker: Worker) -> list[Worker]:
         """A worker no longer serves a model as this snapshot says; return the workers for which that changes it."""
@@ -322,3 +344,17 @@ class WorkerRegistry:
     def _notify(self, worker: Worker, is_here: bool) -> None:
         for listener in self._listeners:
             listener(worker, is_here)
+
+
+def _kv_places(worker: Worker) -> tuple[str, ...]:
+    """Return what a KV service is looked up by; nothing for other workers."""
+    is_kv = worker.role == pb.WORKER_ROLE_KV
+    return (_host_key(worker.info.host_id), _address_key(worker.info.address)) if is_kv else ()
+
+
+def _host_key(host_id: str) -> str:
+    return f"host {host_id}"
+
+
+def _address_key(address: str) -> str:
+    return f"address {address}"

@@ -87,12 +87,21 @@ class WorkerHealth:
         well = [worker for worker in attached if worker.incarnation not in self._out]
         if not well:
             return self._least_bad(attached)
+        return self._in_time(well) or well
+
+    def well(self, workers: list[Worker]) -> list[Worker]:
+        """Return those that nothing speaks against, of some of a model's workers of one role; there may be none."""
+        attached = [worker for worker in workers if self._is_attached(worker.incarnation)]
+        return self._in_time([worker for worker in attached if worker.incarnation not in self._out])
+
+    def _in_time(self, well: list[Worker]) -> list[Worker]:
+        """Return the workers without an overdue call."""
         now = self.now()
         waiting = {worker.incarnation: watch for worker in well if (watch := self._waits_long(worker.incarnation, now))}
-        if not waiting or (usual := self._times_of(attached[0]).usual(self._out)) is None:
+        if not waiting or (usual := self._times_of(well[0]).usual(self._out)) is None:
             return well
         overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, usual, now)}
-        return [worker for worker in well if worker.incarnation not in overdue] or well
+        return [worker for worker in well if worker.incarnation not in overdue]
 
     def _least_bad(self, workers: list[Worker]) -> list[Worker]:
         now = self.now()

@@ -20,6 +20,8 @@ from tandem.v1 import types_pb2 as pb
 HandOver = Literal["if_cheaper", "always", "never"]
 
 ASSUMED_STEP_MS = 50.0
+EXPECTED_ANSWER_TOKENS = 256
+"""Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 _ASSUMED_TOKENS_PER_SECOND = 1000.0
 _ASSUMED_HAND_OVER_MS = 8.0
 _ASSUMED_LINK_BYTES_PER_SECOND = 1e9
@@ -33,7 +35,7 @@ _TYPICAL_SECONDS = 0.5
 """How long a mean over all workers is cached: workers report each second, and every request needs the mean."""
 _MAX_HAND_OVER_MS = 10_000.0
 """A longer hand-over is a difference between two hosts' clocks."""
-_SHARE_OF_OTHERS = 0.5
+SHARE_OF_OTHERS = 0.5
 """A running answer that waits for another request's prompt costs half as much as that prompt.
 
 At least one answer is counted: an idle decode worker may get an answer at any moment, and stays free for it if prefill
@@ -74,6 +76,15 @@ class InFlight:
     """Tokens to compute before the first token is sampled, at prefill and decode workers."""
     decode_tokens: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
+    _listeners: list[Callable[[str], None]] = field(default_factory=list)
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with an incarnation after each change of its counts."""
+        self._listeners.append(listener)
+
+    def changed(self, incarnation: str) -> None:
+        for listener in self._listeners:
+            listener(incarnation)
 
     def add(
         self, incarnation: str, *, num_prefill_tokens: int = 0, num_decode_tokens: int = 0, num_answers: int = 0
@@ -82,6 +93,7 @@ class InFlight:
         self.prefill_tokens[incarnation] += num_prefill_tokens
         self.decode_tokens[incarnation] += num_decode_tokens
         self.answers[incarnation] += num_answers
+        self.changed(incarnation)
         return InFlightEntry(self, incarnation, num_prefill_tokens, num_decode_tokens, num_answers)
 
     def total(self) -> int:
@@ -102,6 +114,7 @@ class InFlightEntry:
         """Subtract the prompt: the worker has computed it, or never will."""
         _subtract(self._in_flight.prefill_tokens, self._incarnation, self._num_prefill_tokens)
         self._num_prefill_tokens = 0
+        self._in_flight.changed(self._incarnation)
 
     def remove(self) -> None:
         """Subtract all that is left."""
@@ -109,6 +122,7 @@ class InFlightEntry:
         _subtract(self._in_flight.decode_tokens, self._incarnation, self._num_decode_tokens)
         _subtract(self._in_flight.answers, self._incarnation, self._num_answers)
         self._num_decode_tokens = self._num_answers = 0
+        self._in_flight.changed(self._incarnation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +211,7 @@ class CostModel:
         worker = estimate.worker
         num_running = max(1, worker.load.num_running, self._in_flight.answers[worker.incarnation])
         own_ms = estimate.load_ms + estimate.compute_ms
-        return estimate.queue_ms + own_ms * (1 + _SHARE_OF_OTHERS * num_running)
+        return estimate.queue_ms + own_ms * (1 + SHARE_OF_OTHERS * num_running)
 
     def hand_over_ms(self, estimate: PrefillEstimate) -> float:
         """Return the cost of a prompt at a prefill worker, the hand-over included."""
@@ -229,8 +243,8 @@ class CostModel:
 
     def tokens_per_second(self, worker: Worker) -> float:
         """Return a worker's prefill rate; the mean of its peers before its first prompt."""
-        own = self._measured_rate(worker)
-        return self._typical_rate(worker.info.card.model_id, worker.role) if own is None else own
+        own = self.measured_rate(worker)
+        return self.typical_rate(worker.info.card.model_id, worker.role) if own is None else own
 
     def answer_tokens_per_second(self, worker: Worker) -> float:
         """Return the tokens that a decode worker samples per second of its steps; the mean of its peers before that."""
@@ -240,7 +254,7 @@ class CostModel:
         rates = [rate for peer in peers if (rate := _answer_rate(peer)) is not None]
         return fmean(rates) if rates else 1000.0 / ASSUMED_STEP_MS
 
-    def _typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
+    def typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
         """Return the recent mean rate of a model's workers of that role, else of its prefill workers."""
         rate, until = self._typical_rates.get((model_id, role), (0.0, 0.0))
         if self._clock() >= until:
@@ -254,10 +268,10 @@ class CostModel:
 
     def _mean_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
         peers = [peer for peer in self._registry.workers(role) if peer.info.card.model_id == model_id]
-        rates = [rate for peer in peers if (rate := self._measured_rate(peer)) is not None]
+        rates = [rate for peer in peers if (rate := self.measured_rate(peer)) is not None]
         return fmean(rates) if rates else None
 
-    def _measured_rate(self, worker: Worker) -> float | None:
+    def measured_rate(self, worker: Worker) -> float | None:
         """Prefill workers report their rate themselves: their steps only compute prompts."""
         if worker.role == pb.WORKER_ROLE_PREFILL:
             counters = worker.load.counters

@@ -17,6 +17,7 @@ from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
+    EXPECTED_ANSWER_TOKENS,
     CostModel,
     HandOver,
     InFlight,
@@ -27,14 +28,13 @@ from control_plane.routing.cost_model import (
 from control_plane.routing.groups import TIE, Group, free_capacities, groups_of, index_space, preferred
 from control_plane.routing.prefix_index import PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
+from control_plane.routing.worker_columns import WorkerColumns, WorkerTable
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
 _AFFINITY_SLACK = 1.25
 """A session stays at its worker while that worker is at most this many times as loaded as the best."""
 _MAX_SESSIONS = 10_000
-_EXPECTED_ANSWER_TOKENS = 256
-"""Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +110,7 @@ class Router:
         self.health = health or WorkerHealth(registry)
         self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
+        self._columns = WorkerColumns(registry, self.in_flight, self.costs, self.health, self._rng, clock)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.
@@ -118,6 +119,9 @@ class Router:
         worker serves the model, Unavailable if none is ready, Overloaded if all ready ones are in `avoid`,
         ContextTooLong if no pool could ever hold the request.
         """
+        tables = self._columns.tables(request)
+        if tables is not None and (route := self._route_of_many(*tables, request, avoid)) is not None:
+            return route
         fitting = self._large_enough(self._usable(request, pb.WORKER_ROLE_DECODE, ()), request)
         groups = groups_of(fitting, self._usable(request, pb.WORKER_ROLE_PREFILL, avoid), avoid)
         if not groups:
@@ -127,6 +131,28 @@ class Router:
         matches: dict[bytes, PrefixMatch] = {}
         routes = [self._route_within(group, request, last_route, matches) for group in groups]
         return routes[0] if len(routes) == 1 else self._choose_group(groups, routes, request, last_route)
+
+    def _route_of_many(
+        self, decodes: WorkerTable, prefills: WorkerTable | None, request: RoutingRequest, avoid: Collection[str]
+    ) -> Route | None:
+        """Return the route of a large group, of its candidates; None if no decode worker is able to take the request.
+
+        The costs of one request are those of a few workers, however many there are.
+        """
+        last_route = self.affinity.of(request.session_id) or SessionRoute("", "")
+        match = self.costs.match(request, decodes.index_space)
+        remote, num_prefills = [], 0
+        if prefills is not None and request.hand_over != "never":
+            found = self._columns.prefills(prefills, request, match, last_route.prefill, avoid)
+            remote, num_prefills = [self.costs.estimate(each, request, match) for each in found.workers], len(prefills)
+        prefill = self._best_prefill(remote, last_route)
+        hand_over = self._hand_over(request, prefill, self._columns.could_hold_choices(decodes, request))
+        ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
+        able = self._columns.decodes(decodes, request, match, last_route.decode, avoid, ms, hand_over).workers
+        if not able:
+            return None
+        local = {worker.incarnation: self.costs.estimate(worker, request, match) for worker in able}
+        return self._compared(request, last_route, remote, prefill, hand_over, local, num_prefills, len(decodes))
 
     def _choose_group(
         self, groups: Sequence[Group], routes: Sequence[Route], request: RoutingRequest, last_route: SessionRoute
@@ -167,15 +193,30 @@ class Router:
         remote = [estimate(worker) for worker in self._reachable(prefills)]
         prefill = self._best_prefill(remote, last_route) if request.hand_over != "never" else None
         local = {worker.incarnation: estimate(worker) for worker in group.decodes}
-        hand_over = self._hand_over(request, prefill, group.fitting)
+        hand_over = self._hand_over(request, prefill, _could_hold_choices(group.fitting, request))
+        num_prefills, num_decodes = len(prefills), len(group.decodes)
+        return self._compared(request, last_route, remote, prefill, hand_over, local, num_prefills, num_decodes)
+
+    def _compared(
+        self,
+        request: RoutingRequest,
+        last_route: SessionRoute,
+        remote: Sequence[PrefillEstimate],
+        prefill: PrefillEstimate | None,
+        hand_over: HandOver,
+        local: Mapping[str, PrefillEstimate],
+        num_prefills: int,
+        num_decodes: int,
+    ) -> Route:
+        """Return the best of the routes with these estimates; the numbers are of all workers, for the reason."""
         ranked = self._rank_decodes(local, request, prefill, hand_over)
         decodes = self._with_affinity(list(ranked), last_route)
         first = local[decodes[0].incarnation]
         comparison = self._comparison(request, remote, prefill, [local[each.incarnation] for each in decodes])
         if prefill is not None and self._is_handed_over(first, prefill, hand_over):
-            route = self._handed_over_route(prefill, first, decodes, len(prefills), comparison)
+            route = self._handed_over_route(prefill, first, decodes, num_prefills, num_decodes, comparison)
         else:
-            has_prefills = bool(prefills) and request.hand_over != "never"
+            has_prefills = num_prefills > 0 and request.hand_over != "never"
             route = self._local_route(prefill, first, decodes, local, comparison, has_prefills=has_prefills)
         return replace(route, cost=ranked[decodes[0]])
 
@@ -210,8 +251,7 @@ class Router:
 
     def _reachable(self, workers: list[Worker]) -> list[Worker]:
         """Return the workers whose KV service is registered, so that others can get their KV cache."""
-        addresses = {service.address for service in self._registry.kv_services()}
-        return [worker for worker in workers if worker.info.kv_address in addresses]
+        return [worker for worker in workers if self._registry.has_kv_service(worker.info.kv_address)]
 
     def _no_worker_error(self, model_id: str, avoid: Collection[str]) -> TandemError:
         served = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
@@ -225,10 +265,9 @@ class Router:
 
     # -------------------------------------------------------------------------------------- comparing predicted costs
 
-    def _hand_over(
-        self, request: RoutingRequest, prefill: PrefillEstimate | None, decodes: Sequence[Worker]
-    ) -> HandOver:
-        if prefill is None or not _could_hold_choices(decodes, request):
+    def _hand_over(self, request: RoutingRequest, prefill: PrefillEstimate | None, could_hold: bool) -> HandOver:
+        """`could_hold`: whether all choices fit the pools at once."""
+        if prefill is None or not could_hold:
             return "never"
         return "always" if self._must_hand_over(request) else request.hand_over
 
@@ -255,9 +294,7 @@ class Router:
         """
         workers = [estimate.worker for estimate in local.values()]
         measured = [ms for worker in workers if (ms := step_ms(worker)) is not None]
-        answer_ms = min(request.max_tokens, _EXPECTED_ANSWER_TOKENS) * (
-            fmean(measured) if measured else ASSUMED_STEP_MS
-        )
+        answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (fmean(measured) if measured else ASSUMED_STEP_MS)
 
         def prompt_ms(worker: Worker) -> float:
             estimate = local[worker.incarnation]
@@ -337,6 +374,7 @@ class Router:
         local: PrefillEstimate,
         decodes: list[Worker],
         num_prefills: int,
+        num_decodes: int,
         comparison: Comparison,
     ) -> Route:
         predicted = {
@@ -345,7 +383,7 @@ class Router:
             "hand_over": self.costs.hand_over_ms(prefill),
             "local": self.costs.local_ms(local),
         }
-        reason = f"{prefill}, the soonest of {num_prefills} prefill workers; {len(decodes)} decode workers"
+        reason = f"{prefill}, the soonest of {num_prefills} prefill workers; {num_decodes} decode workers"
         estimates = {prefill.worker.incarnation: prefill}
         return Route(prefill.worker, tuple(decodes), reason, predicted, estimates, comparison)
 

@@ -10,7 +10,8 @@ from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Router, SessionRoute
+from control_plane.routing.router import Router
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -28,13 +27,13 @@ from control_plane.routing.cost_model import (
 from control_plane.routing.groups import TIE, Group, free_capacities, groups_of, index_space, preferred
 from control_plane.routing.prefix_index import PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
+from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from control_plane.routing.worker_columns import WorkerColumns, WorkerTable
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
 _AFFINITY_SLACK = 1.25
 """A session stays at its worker while that worker is at most this many times as loaded as the best."""
-_MAX_SESSIONS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,19 +139,19 @@ class Router:
         The costs of one request are those of a few workers, however many there are.
         """
         last_route = self.affinity.of(request.session_id) or SessionRoute("", "")
-        match = self.costs.match(request, decodes.index_space)
-        remote, num_prefills = [], 0
+        match = self.costs.match(request, decodes.key.index_space)
+        remote: list[PrefillEstimate] = []
         if prefills is not None and request.hand_over != "never":
-            found = self._columns.prefills(prefills, request, match, last_route.prefill, avoid)
-            remote, num_prefills = [self.costs.estimate(each, request, match) for each in found.workers], len(prefills)
+            able = self._columns.prefills(prefills, request, match, last_route.prefill, avoid)
+            remote = [self.costs.estimate(each, request, match) for each in able]
         prefill = self._best_prefill(remote, last_route)
         hand_over = self._hand_over(request, prefill, self._columns.could_hold_choices(decodes, request))
         ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
-        able = self._columns.decodes(decodes, request, match, last_route.decode, avoid, ms, hand_over).workers
+        able = self._columns.decodes(decodes, request, match, last_route.decode, avoid, ms, hand_over)
         if not able:
             return None
         local = {worker.incarnation: self.costs.estimate(worker, request, match) for worker in able}
-        return self._compared(request, last_route, remote, prefill, hand_over, local, num_prefills, len(decodes))
+        return self._compared(request, last_route, remote, prefill, hand_over, local, len(prefills or ()), len(decodes))
 
     def _choose_group(
         self, groups: Sequence[Group], routes: Sequence[Route], request: RoutingRequest, last_route: SessionRoute
@@ -406,37 +405,6 @@ class Router:
         predicted["hand_over"] = self.costs.hand_over_ms(prefill)
         reason = f"decode computes the prompt: {first}; handing over would take {predicted['hand_over']:.1f} ms"
         return Route(None, tuple(decodes), reason, predicted, estimates, comparison)
-
-
-@dataclass(frozen=True)
-class SessionRoute:
-    """Incarnations; "" where there was no worker."""
-
-    prefill: str
-    decode: str
-
-
-class SessionAffinity:
-    """The routes of the latest sessions; a bounded number."""
-
-    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        self._routes: OrderedDict[str, SessionRoute] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._routes)
-
-    def remember(self, session_id: str, route: SessionRoute) -> None:
-        """Record the route of a session; "" is no session."""
-        if not session_id:
-            return
-        self._routes[session_id] = route
-        self._routes.move_to_end(session_id)
-        if len(self._routes) > self._max_sessions:
-            self._routes.popitem(last=False)
-
-    def of(self, session_id: str) -> SessionRoute | None:
-        return self._routes.get(session_id)
 
 
 def _parts(name: str, estimate: PrefillEstimate) -> dict[str, float]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +66,17 @@ _ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 ) = range(15)
 """Columns. 0 is "not known" for rate, pool, step and most running requests."""
 
-TableKey = tuple[pb.WorkerRole.ValueType, str, bytes, bytes, bytes]
-"""Role, model id, identity, space and the index's space."""
+
+class TableKey(NamedTuple):
+    """What the workers of a table have in common."""
+
+    role: pb.WorkerRole.ValueType
+    model_id: str
+    identity: bytes
+    numerics_class: str
+    space: bytes
+    index_space: bytes
+    """The space of the workers' blocks in the prefix index."""
 
 
 class WorkerTable:
@@ -84,11 +93,6 @@ class WorkerTable:
 
     def __len__(self) -> int:
         return len(self.incarnations)
-
-    @property
-    def index_space(self) -> bytes:
-        """The space of the workers' blocks in the prefix index."""
-        return self.key[-1]
 
     def column(self, which: int) -> Floats:
         return self._values[which, : len(self)]
@@ -122,15 +126,6 @@ class WorkerTable:
         self.worker_ids.pop()
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The workers of one role that go on to the comparison."""
-
-    workers: list[Worker]
-    num_workers: int
-    """In the whole table."""
-
-
 class WorkerColumns:
     """The tables of all models, kept up to date by the registry and the calls in flight."""
 
@@ -156,20 +151,21 @@ class WorkerColumns:
     def tables(self, request: RoutingRequest) -> tuple[WorkerTable, WorkerTable | None] | None:
         """Return the tables of decode and prefill workers that a request may go to, if one of them is long.
 
-        None: few workers serve the model, or they have several spaces, between which the groups' capacities decide.
+        None: few workers serve the model, or they have several classes or spaces, of which groups are made.
         """
         decodes = self._of(pb.WORKER_ROLE_DECODE, request)
         if len(decodes) != 1:
             return None
         (decode,) = decodes
-        prefill = [each for each in self._of(pb.WORKER_ROLE_PREFILL, request) if each.key[2:] == decode.key[2:]]
-        if len(decode) <= NUM_CANDIDATES and not any(len(each) > NUM_CANDIDATES for each in prefill):
+        prefills = [each for each in self._of(pb.WORKER_ROLE_PREFILL, request) if each.key.space == decode.key.space]
+        if max(map(len, (decode, *prefills))) <= NUM_CANDIDATES or len(prefills) > 1:
             return None
-        return decode, prefill[0] if prefill else None
+        prefill = next(iter(prefills), None)
+        return (decode, prefill) if prefill is None or prefill.key.index_space == decode.key.index_space else None
 
     def prefills(
         self, table: WorkerTable, request: RoutingRequest, match: PrefixMatch, last: str, avoid: Collection[str]
-    ) -> Candidates:
+    ) -> list[Worker]:
         """Return the prefill workers that may have the prompt soonest; `last` is the session's incarnation."""
         rate, mine = self._rates(table), table.column(_MY_PROMPTS)
         since = np.maximum(0.0, self._clock() - table.column(_BEAT))
@@ -186,7 +182,7 @@ class WorkerColumns:
         avoid: Collection[str],
         hand_over_ms: float | None,
         hand_over: HandOver,
-    ) -> Candidates:
+    ) -> list[Worker]:
         """Return the decode workers that may have prompt and answer soonest; none if no pool could hold the request.
 
         `hand_over_ms`: of the best prefill worker; None: decode computes the prompt.
@@ -231,7 +227,7 @@ class WorkerColumns:
 
     def _candidates(
         self, table: WorkerTable, score: Floats, match: PrefixMatch, last: str, avoid: Collection[str]
-    ) -> Candidates:
+    ) -> list[Worker]:
         for incarnation in avoid:
             if (row := table.row_of.get(incarnation)) is not None:
                 score[row] = np.inf
@@ -246,15 +242,15 @@ class WorkerColumns:
                 found |= {worker.incarnation: worker for worker in able[:NUM_CANDIDATES]}
                 break
             score[picked] = np.inf
-        return Candidates(list(found.values()), len(table))
+        return list(found.values())
 
-    def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: Candidates) -> Candidates:
+    def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
         """Add a worker at which a request need not wait, if there is one, and none was found."""
         waits = table.column(_WAITS)
-        if any(not waits[table.row_of[worker.incarnation]] for worker in found.workers):
+        if any(not waits[table.row_of[worker.incarnation]] for worker in found):
             return found
         idle = np.where(waits > 0, np.inf, score)
-        return Candidates(found.workers + self._able(table, self._pick(idle, 1)), len(table))
+        return found + self._able(table, self._pick(idle, 1))
 
     def _pick(self, score: Floats, number: int) -> list[int]:
         """Return rows of the least scores: at random if more than `number` are about as good as the best."""
@@ -274,7 +270,7 @@ class WorkerColumns:
         """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
         known = [self._registry.get(table.worker_ids[row]) for row in rows]
         workers = [worker for worker in known if worker is not None]
-        if table.key[0] == pb.WORKER_ROLE_PREFILL:
+        if table.key.role == pb.WORKER_ROLE_PREFILL:
             workers = [worker for worker in workers if self._registry.has_kv_service(worker.info.kv_address)]
         return self._health.well(workers)
 
@@ -283,12 +279,11 @@ class WorkerColumns:
         rates = table.column(_RATE)
         if rates.all():
             return rates
-        role, model_id = table.key[:2]
-        return np.where(rates > 0, rates, self._costs.typical_rate(model_id, role))
+        return np.where(rates > 0, rates, self._costs.typical_rate(table.key.model_id, table.key.role))
 
     def _of(self, role: pb.WorkerRole.ValueType, request: RoutingRequest) -> list[WorkerTable]:
         tables = self._tables.get((role, request.model_id), {})
-        return [each for each in tables.values() if not request.identity or each.key[2] == request.identity]
+        return [each for each in tables.values() if not request.identity or each.key.identity == request.identity]
 
     # -------------------------------------------------------------------------------------------------- following
 
@@ -296,8 +291,10 @@ class WorkerColumns:
         self._remove(worker.incarnation)
         model_id = worker.info.card.model_id
         if is_here and worker.role in _ROLES and worker.is_usable and model_id:
-            key = (worker.role, model_id, worker.identity, worker.space, index_space(worker))
-            tables = self._tables.setdefault(key[:2], {})
+            numerics_class = worker.info.card.fingerprint.numerics_class
+            space = index_space(worker)
+            key = TableKey(worker.role, model_id, worker.identity, numerics_class, worker.space, space)
+            tables = self._tables.setdefault((worker.role, model_id), {})
             table = self._table_of[worker.incarnation] = tables.setdefault(key, WorkerTable(key))
             table.put(worker, self._values(worker))
 
@@ -307,10 +304,10 @@ class WorkerColumns:
             return
         table.remove(incarnation)
         if not len(table):
-            tables = self._tables[table.key[:2]]
-            del tables[table.key]
-            if not tables:
-                del self._tables[table.key[:2]]
+            of_model = (table.key.role, table.key.model_id)
+            del self._tables[of_model][table.key]
+            if not self._tables[of_model]:
+                del self._tables[of_model]
 
     def _reported(self, worker: Worker) -> None:
         table = self._table_of.get(worker.incarnation)

@@ -6,7 +6,8 @@ import pytest
 
 from control_plane.routing.comparison import MAX_COMPARED
 from control_plane.routing.cost_model import RoutingRequest
-from control_plane.routing.router import Router, SessionRoute
+from control_plane.routing.router import Router
+from control_plane.routing.session_affinity import SessionRoute
 from tests.control_plane.routing.first_choice import FirstChoice
 from tests.control_plane.routing.test_router import PREFILL, Harness
 

@@ -12,7 +12,8 @@ import pytest
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Route, Router, SessionRoute
+from control_plane.routing.router import Route, Router
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Overloaded, Unavailable
 from tandem_runtime.kv.spaces import model_identity

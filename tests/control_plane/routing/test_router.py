@@ -10,7 +10,8 @@ import pytest
 
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
-from control_plane.routing.router import Router, SessionAffinity, SessionRoute
+from control_plane.routing.router import Router
+from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from tests.control_plane.routing.first_choice import FirstChoice

@@ -11,7 +11,8 @@ from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing import worker_columns
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import TIE, index_space
-from control_plane.routing.router import Route, Router, SessionRoute
+from control_plane.routing.router import Route, Router
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, Overloaded
@@ -39,8 +40,11 @@ class Harness:
             self.add(f"d{number}", DECODE, host)
             self.add(f"p{number}", PREFILL, host)
 
-    def add(self, name: str, role: pb.WorkerRole.ValueType, host: str, incarnation: str = "1") -> None:
+    def add(
+        self, name: str, role: pb.WorkerRole.ValueType, host: str, incarnation: str = "1", numerics: str = ""
+    ) -> None:
         card = pb.ModelCard(model_id="m", context_length=4096, block_size=GRAIN)
+        card.fingerprint.numerics_class = numerics
         info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-{incarnation}", role=role, card=card)
         info.host_id = info.kv_address = host
         self.registry.register(info, self.load())
@@ -194,3 +198,12 @@ def test_choices_count_the_pools_of_all_workers() -> None:
         harness.router.choose(RoutingRequest("m", 3_000, 64, num_choices=128, hand_over="always")).prefill is not None
     )
     assert harness.router.choose(RoutingRequest("m", 3_999, 64, num_choices=129, hand_over="always")).prefill is None
+
+
+def test_a_model_of_two_classes_is_compared_whole() -> None:
+    harness = Harness()
+    assert len(harness.router.choose(PROMPT).decodes) < NUM_WORKERS
+    harness.add("other", DECODE, "h0", numerics="b")
+    assert {len(harness.router.choose(PROMPT).decodes) for _ in range(20)} <= {NUM_WORKERS, 1}
+    harness.registry.deregister("other", "other-1")
+    assert len(harness.router.choose(PROMPT).decodes) < NUM_WORKERS

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import structlog
+from hypothesis import settings
+
+settings.register_profile("tandem", deadline=None)  # no test asserts wall-clock times
+settings.load_profile("tandem")
 
 _DEFAULTS = structlog.get_config()["processors"][:-1]
 _RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)

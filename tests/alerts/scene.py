@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from control_plane.admission.budgets import DEFAULT_BUDGETS
 from tandem_runtime import metrics
 from tests.alerts.prometheus import Prometheus
 from tests.system.conftest import SMALL
@@ -93,7 +94,7 @@ class Scene:
 async def open_scene(folder: Path) -> AsyncIterator[Scene]:
     """Start the fleet and Prometheus; both have ended after the block."""
     metrics.configure("control-plane", None)
-    control = {"audit_seconds": 0.3, "audit_grace_seconds": 1.0, "max_waiting": 8}
+    control = {"audit_seconds": 0.3, "audit_grace_seconds": 1.0, "max_waiting": 8, "budgets": DEFAULT_BUDGETS}
     try:
         fleet = Fleet(folder, certificates=True, certificate_seconds=CERTIFICATE_SECONDS, **control)
         async with fleet, client(fleet.base_url) as http:

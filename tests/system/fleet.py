@@ -76,7 +76,9 @@ class Fleet:
         probes = {"probe_interval_seconds": 600.0, "probe_valid_seconds": 3600.0}
         # Disaggregation is what most tests are about: no prompt is too short for it.
         handed_over = {"local_prefill": "never"}
-        settings = {**addresses, **probes, **handed_over, "state_dir": str(self._state_dir), **control}
+        # Nor is a wait too long on a busy machine.
+        patient = {"budgets": ("*=0/0",)}
+        settings = {**addresses, **probes, **handed_over, **patient, "state_dir": str(self._state_dir), **control}
         self._settings = ControlPlaneSettings(**settings)
         self._has_authority = certificates
         if not certificates:

@@ -13,12 +13,15 @@ from control_plane.dispatch.request_stream import RequestStream
 from tandem.v1 import types_pb2 as pb
 from tests.system.fleet import Fleet, token_request
 from tests.system.reference import clear_prompt, greedy
+from tests.system.streams import MODEL
 
 NUM_TOKENS = 12
 
 
-async def answered(fleet: Fleet, prompt: list[int], **changes: Any) -> tuple[RequestStream, list[int]]:
-    request = token_request(_model_id(fleet), prompt, NUM_TOKENS, cacheable=False, **changes)
+async def answered(
+    fleet: Fleet, prompt: list[int], model_id: str = MODEL, **changes: Any
+) -> tuple[RequestStream, list[int]]:
+    request = token_request(model_id, prompt, NUM_TOKENS, cacheable=False, **changes)
     stream = await fleet.gateway.dispatcher.submit(request)
     return stream, [token async for delta in stream for token in delta.token_ids]
 
@@ -35,10 +38,10 @@ def decode_ledger(stream: RequestStream) -> pb.PhaseLedger:
     return ledger
 
 
-async def lost_half_way(fleet: Fleet, folder: Path) -> None:
+async def lost_half_way(fleet: Fleet, folder: Path, model_id: str = MODEL) -> None:
     """Kill the decode worker of an answer: the one of the other class goes on, behind a seam."""
     prompt = clear_prompt(folder, 40, 48)
-    stream = await fleet.gateway.dispatcher.submit(token_request(_model_id(fleet), prompt, 48, cacheable=False))
+    stream = await fleet.gateway.dispatcher.submit(token_request(model_id, prompt, 48, cacheable=False))
     tokens, killed = list[int](), ""
     async for delta in stream:
         tokens += delta.token_ids
@@ -50,7 +53,3 @@ async def lost_half_way(fleet: Fleet, folder: Path) -> None:
     moves = [seam for seam in stream.state.history.seams if seam.before.worker_id == killed]
     assert [seam.after.worker_id for seam in moves] == [({"decode-cpp", "decode-torch"} - {killed}).pop()]
     assert stream.usage.num_seams == len(stream.state.history.seams) >= 1
-
-
-def _model_id(fleet: Fleet) -> str:
-    return card(fleet, "prefill-cpp").model_id

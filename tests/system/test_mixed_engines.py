@@ -15,9 +15,9 @@ import pytest
 
 from tandem_runtime.kv.spaces import model_identity, space_of
 from tests.system.fleet import Fleet, token_request, tokens_of
+from tests.system.mixed_hardware import NUM_TOKENS, answered, card
 from tests.system.reference import clear_prompt, greedy
 from tests.system.streams import MODEL
-from tests.system.test_mixed_hardware import NUM_TOKENS, answered, card
 
 PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 LONG = 200

@@ -216,7 +216,7 @@ async def test_through_the_gateway_decode_reads_what_another_kind_of_machine_has
         assert space_of(prefill) == space_of(decode)
         for length in (20, 33, 64, 100):
             prompt = clear_prompt(folder, length, NUM_ROUTED_TOKENS)
-            stream, tokens = await answered(fleet, prompt)
+            stream, tokens = await answered(fleet, prompt, prefill.model_id)
             assert tokens == greedy(folder, prompt, NUM_ROUTED_TOKENS)
             ledger = decode_ledger(stream)
             assert (ledger.num_computed_tokens, ledger.num_reprefill_tokens) == (0, 0)
@@ -228,4 +228,4 @@ async def test_through_the_gateway_decode_reads_what_another_kind_of_machine_has
         # 2. A decode worker of prefill's class is back, and one of the two is lost.
         assert (await http.post("/decode-cpp/resume")).status_code == 200
         await fleet.ready("decode-cpp")
-    await lost_half_way(fleet, folder)
+    await lost_half_way(fleet, folder, prefill.model_id)

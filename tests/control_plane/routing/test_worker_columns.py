@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.routing import worker_columns
+from control_plane.routing import shortlist
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import TIE, index_space
 from control_plane.routing.router import Route, Router
@@ -21,6 +21,7 @@ DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 NUM_WORKERS, GRAIN, TIGHT = 30, 16, 4
 CHAIN = [bytes([number]) * 16 for number in range(64)]
 PROMPT = RoutingRequest("m", 64 * GRAIN + 1, 64, CHAIN, GRAIN)
+UNCACHED = RoutingRequest("m", 64 * GRAIN + 1, 64)
 
 
 class Harness:
@@ -82,7 +83,7 @@ class Harness:
         (worker,) = [each for each in self.registry.workers() if each.worker_id == name]
         self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", "", space=index_space(worker))
 
-    def names(self, request: RoutingRequest = PROMPT, times: int = 40) -> Counter[str]:
+    def names(self, request: RoutingRequest = UNCACHED, times: int = 40) -> Counter[str]:
         """Return the workers that were chosen first, and how often."""
         routes = [self.router.choose(request) for _ in range(times)]
         return Counter(name for route in routes for name in (route.prefill_id, route.decode_id) if name)
@@ -97,7 +98,7 @@ def test_a_route_costs_as_much_as_the_best_of_all_workers(
     harness.busy()
     request = RoutingRequest("m", harness.rng.choice((20, 500, 3000)), 64, hand_over=hand_over)  # type: ignore[arg-type]
     routes = [harness.router.choose(request) for _ in range(10)]
-    monkeypatch.setattr(worker_columns, "NUM_CANDIDATES", NUM_WORKERS)
+    monkeypatch.setattr(shortlist, "MAX_COMPARED", NUM_WORKERS)
     best = min((harness.router.choose(request) for _ in range(3)), key=lambda route: route.cost)
     assert len(best.decodes) == NUM_WORKERS > max(len(route.decodes) for route in routes)
     for route in routes:
@@ -136,7 +137,7 @@ def test_workers_that_leave_or_are_not_ready_are_no_candidates() -> None:
     assert set(harness.names(times=200)) == ready
     harness.report("d0", harness.load())
     harness.add("d29", DECODE, "h29", incarnation="2")
-    routes = [harness.router.choose(PROMPT) for _ in range(200)]
+    routes = [harness.router.choose(UNCACHED) for _ in range(200)]
     incarnations = {worker.incarnation for route in routes for worker in route.decodes}
     assert "d0-1" in incarnations and "d29-2" in incarnations and "d29-1" not in incarnations
 
@@ -144,7 +145,7 @@ def test_workers_that_leave_or_are_not_ready_are_no_candidates() -> None:
 def test_who_has_the_prompt_or_the_session_is_a_candidate_among_many_that_are_as_idle() -> None:
     harness = Harness()
     harness.learn("p7", 60)
-    assert harness.names()["p7"] == 40
+    assert harness.names(PROMPT)["p7"] == 40
     harness.router.affinity.remember("s", SessionRoute("p3-1", "d11-1"))
     session = RoutingRequest("m", 500, 64, session_id="s")
     assert harness.names(session) == {"p3": 40, "d11": 40}
@@ -200,10 +201,35 @@ def test_choices_count_the_pools_of_all_workers() -> None:
     assert harness.router.choose(RoutingRequest("m", 3_999, 64, num_choices=129, hand_over="always")).prefill is None
 
 
-def test_a_model_of_two_classes_is_compared_whole() -> None:
+def test_of_a_model_of_two_classes_each_group_is_as_short_and_gets_work_by_its_capacity() -> None:
     harness = Harness()
-    assert len(harness.router.choose(PROMPT).decodes) < NUM_WORKERS
-    harness.add("other", DECODE, "h0", numerics="b")
-    assert {len(harness.router.choose(PROMPT).decodes) for _ in range(20)} <= {NUM_WORKERS, 1}
-    harness.registry.deregister("other", "other-1")
-    assert len(harness.router.choose(PROMPT).decodes) < NUM_WORKERS
+    for number in range(10):
+        harness.add(f"e{number}", DECODE, "h0", numerics="b")
+    asked = RoutingRequest("m", 500, 64, hand_over="never")
+    routes = [harness.router.choose(asked) for _ in range(400)]
+    assert max(len(route.decodes) for route in routes) <= shortlist.NUM_CANDIDATES + 1
+    assert 60 <= sum(route.decode_id[0] == "e" for route in routes) <= 140, "a quarter of the pools"
+    assert all(len({worker.worker_id[0] for worker in route.decodes}) == 1 for route in routes)
+
+
+def test_a_choice_that_moves_goes_to_its_class_among_many() -> None:
+    harness = Harness()
+    for number in range(3):
+        harness.add(f"e{number}", DECODE, "h0", numerics="b")
+    moved = RoutingRequest("m", 500, 64, hand_over="never", preferred_class="b")
+    assert {harness.router.choose(moved).decode_id for _ in range(20)} <= {"e0", "e1", "e2"}
+    others = harness.router.choose(moved, {"e0-1", "e1-1", "e2-1"})
+    assert others.decode_id[0] == "d"
+
+
+def test_if_no_worker_is_well_the_least_bad_ones_are_used() -> None:
+    harness = Harness()
+    for number in range(NUM_WORKERS):
+        for name in (f"d{number}", f"p{number}"):
+            worker = harness.registry.get(name)
+            assert worker is not None
+            if number == 7:
+                harness.router.health.answered(harness.router.health.watch(worker, None))
+            for _ in range(3):
+                harness.router.health.watch(worker, None).failed("it broke", "failed", is_certain=False)
+    assert harness.names(RoutingRequest("m", 500, 64)) == {"p7": 40, "d7": 40}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing import shortlist
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import TIE, index_space
@@ -15,7 +15,7 @@ from control_plane.routing.router import Route, Router
 from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import ContextTooLong, Overloaded
+from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded
 
 DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 NUM_WORKERS, GRAIN, TIGHT = 30, 16, 4
@@ -233,3 +233,28 @@ def test_if_no_worker_is_well_the_least_bad_ones_are_used() -> None:
             for _ in range(3):
                 harness.router.health.watch(worker, None).failed("it broke", "failed", is_certain=False)
     assert harness.names(RoutingRequest("m", 500, 64)) == {"p7": 40, "d7": 40}
+
+
+def test_a_decision_looks_at_few_of_a_thousand_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, num_seen = Harness(), 0
+    for number in range(NUM_WORKERS, 500):
+        harness.add(f"d{number}", DECODE, f"h{number % NUM_WORKERS}")
+        harness.add(f"p{number}", PREFILL, f"h{number % NUM_WORKERS}")
+    harness.learn("p7", 60)
+    well = harness.router.health.well
+
+    def counted(workers: list[Worker]) -> list[Worker]:
+        nonlocal num_seen
+        num_seen += len(workers)
+        return well(workers)
+
+    harness.router.choose(UNCACHED)  # a change of a KV service is looked at once
+    monkeypatch.setattr(harness.router.health, "well", counted)
+    monkeypatch.setattr(harness.registry, "workers", None)
+    for asked in (PROMPT, UNCACHED, RoutingRequest("m", 500, 64, session_id="s")):
+        num_seen = 0
+        assert len(harness.router.choose(asked).decodes) < 12 and 0 < num_seen <= 24
+    num_seen = 0
+    with pytest.raises(ModelNotFound, match="served here: m"):
+        harness.router.choose(RoutingRequest("another", 500, 64))
+    assert num_seen == 0

@@ -19,7 +19,7 @@ from control_plane.routing.worker_table import Floats, WorkerTable
 MAX_SHARE = 1.25
 """A worker gets no more keys while its load is above so many times its share of the whole load."""
 _KEY_BLOCKS = 16
-"""Prompts that begin with as many equal blocks have the same key, unless one is shorter."""
+"""Prompts that begin with as many equal blocks have the same key. A shorter one is soon computed anywhere."""
 
 _Hashes = npt.NDArray[np.uint64]
 _ODD_1, _ODD_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
@@ -29,15 +29,13 @@ _HALF, _TO_53_BITS = np.uint64(33), np.uint64(11)
 def key_of(request: RoutingRequest) -> int | None:
     """Return the key of a session, which its account and model are part of, or else of how the prompt begins.
 
-    None: the prompt has no whole block, or no cache may hold it.
+    None: the prompt is short, or no cache may hold it.
     """
     if request.session_id:
         return int.from_bytes(hashlib.blake2b(request.session_id.encode(), digest_size=8).digest(), "little")
-    num_blocks = min(len(request.block_hashes), _KEY_BLOCKS)
-    if not num_blocks:
+    if len(request.block_hashes) < _KEY_BLOCKS:
         return None
-    sample_point = 1 << (num_blocks.bit_length() - 1)
-    return int.from_bytes(request.block_hashes[sample_point - 1][:8], "little")
+    return int.from_bytes(request.block_hashes[_KEY_BLOCKS - 1][:8], "little")
 
 
 def home(table: WorkerTable, key: int, weights: Floats, loads: Floats, may_take: npt.NDArray[np.bool_]) -> int | None:
@@ -47,9 +45,9 @@ def home(table: WorkerTable, key: int, weights: Floats, loads: Floats, may_take:
     open_rows = is_open.nonzero()[0]
     if not len(open_rows):
         return None
-    hosts = table.host_numbers[open_rows]
-    of_hosts = _scores(table.host_hashes, key, np.bincount(table.host_numbers, weights, len(table.host_hashes)))[hosts]
-    open_rows = open_rows[of_hosts == of_hosts.max()]
+    of_hosts = np.asarray(np.bincount(table.host_numbers, weights, len(table.host_hashes)), np.float64)
+    scores = _scores(table.host_hashes, key, of_hosts)[table.host_numbers[open_rows]]
+    open_rows = open_rows[scores == scores.max()]
     if len(open_rows) > 1:
         open_rows = open_rows[[_scores(table.hashes[open_rows], key, weights[open_rows]).argmax()]]
     return int(open_rows[0])

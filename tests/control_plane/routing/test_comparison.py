@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from control_plane.routing.cost_model import RoutingRequest
@@ -51,11 +53,10 @@ def test_a_local_route_has_the_hand_over_as_its_runner_up() -> None:
 def test_of_many_workers_the_soonest_and_the_chosen_ones_are_shown() -> None:
     harness = fleet(40, 40)
     request = RoutingRequest("m", 100, 10, session_id="s")
-    first = harness.router.choose(request)
-    found = first.explained()
+    found = harness.router.choose(replace(request, session_id="")).explained()
     assert [each.role for each in found.candidates] == ["prefill"] * NUM_CANDIDATES + ["decode"] * NUM_CANDIDATES
     shown = {each.worker for each in found.candidates if each.role == "prefill"}
-    assert shown == {f"p{index:02}" for index in range(40 - NUM_CANDIDATES, 40)}
+    assert shown <= {f"p{index:02}" for index in range(33, 40)}, "within 5 % of the soonest"
     assert sum(each.is_chosen for each in found.candidates) == 2
     # A session stays at its worker although others are sooner.
     harness.router.affinity.remember("s", SessionRoute("p30-1", "d39-1"))

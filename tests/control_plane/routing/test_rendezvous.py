@@ -90,7 +90,8 @@ def test_a_key_is_of_the_session_or_else_of_how_the_prompt_begins() -> None:
     assert key_of(PROMPT) == key_of(replace(PROMPT, block_hashes=other_end)) != key_of(replace(PROMPT, session_id="s"))
     assert key_of(replace(PROMPT, block_hashes=CHAIN[8:])) != key_of(PROMPT)
     assert key_of(replace(PROMPT, session_id="s")) == key_of(RoutingRequest("m", 9, 9, session_id="s"))
-    assert key_of(replace(PROMPT, block_hashes=())) is None
+    assert key_of(replace(PROMPT, block_hashes=CHAIN[:16])) == key_of(PROMPT)
+    assert key_of(replace(PROMPT, block_hashes=CHAIN[:15])) is None is key_of(replace(PROMPT, block_hashes=()))
 
 
 def prompts(number: int) -> list[RoutingRequest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Harness:
         info.host_id = info.kv_address = host
         self.registry.register(info, self.load())
 
-    def load(self, num_free: int = 1000, rate: float = 1000.0, **fields: int) -> pb.LoadReport:
+    def load(self, num_free: int = 1000, rate: float = 1000.0, **fields: Any) -> pb.LoadReport:
         pool = pb.KvPool(num_total_blocks=1000, num_free_blocks=num_free, tokens_per_block=GRAIN, bytes_per_block=1000)
         counters = {"prompt_tokens_computed": rate, "step_seconds": 1.0, "steps": 100.0}
         return pb.LoadReport(state=pb.WORKER_STATE_READY, kv=pool, counters=counters, **fields)

@@ -208,18 +208,16 @@ class Shortlist:
     def _home(self, table: WorkerTable, query: Query, last: str, weights: Floats, loads: Floats, score: Floats) -> str:
         """Return the worker that the request had better go to: its session's last one, or that of its key; or "".
 
-        Those who have some of the prompt win over the key's worker. Takes workers to avoid out of the scores: inf.
+        Where workers of the table have half of the prompt or more, they win over the key's worker; with less (the
+        beginning that all prompts have) the costs decide. Takes workers to avoid out of the scores: inf.
         """
         if query.avoid:
             score[table.rows(query.avoid)] = np.inf
         if last in table.row_of:
             return last
-        match = query.match(table.key.index_space)
-        if query.key is None or not (
-            table.row_of.keys().isdisjoint(match.pools) and table.on_host.keys().isdisjoint(match.hosts)
-        ):
+        if query.key is None or _is_held(table, query):
             return ""
-        may_take = score < _LAST
+        may_take = score < _LAST / 2
         if self._health.out:
             may_take[table.rows(self._health.out)] = False
         row = rendezvous.home(table, query.key, weights, loads, may_take)
@@ -319,6 +317,13 @@ def _free_tokens(table: WorkerTable, request: RoutingRequest, out: Collection[st
 def _shares(values: Sequence[float]) -> list[float]:
     total = sum(values)
     return [value / total if total else 0.0 for value in values]
+
+
+def _is_held(table: WorkerTable, query: Query) -> bool:
+    """Return whether a worker of the table, or its host, has half of the prompt or more."""
+    match, least = query.match(table.key.index_space), max(1, len(query.request.block_hashes) // 2)
+    pools = any(number >= least and place in table.row_of for place, number in match.pools.items())
+    return pools or any(number >= least and place in table.on_host for place, number in match.hosts.items())
 
 
 def _deepest(places: Mapping[str, int], known: Container[str]) -> list[str]:

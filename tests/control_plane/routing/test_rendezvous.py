@@ -119,6 +119,15 @@ def test_who_holds_the_prompt_wins_over_the_worker_of_the_key() -> None:
     assert harness.names(replace(PROMPT, session_id="s")) == {"p3": 40, "d11": 40}
 
 
+def test_who_has_only_the_beginning_that_all_prompts_have_does_not_keep_sessions_from_their_workers() -> None:
+    asked = [replace(PROMPT, session_id=f"s{number}") for number in range(20)]
+    first, second = Harness(1), Harness(2)
+    for holder in ("p3", "p7"):
+        first.learn(holder, 4)
+    routes = [(first.router.choose(request), second.router.choose(request)) for request in asked]
+    assert all((one.prefill_id, one.decode_id) == (two.prefill_id, two.decode_id) for one, two in routes)
+
+
 def test_a_worker_that_is_much_later_than_others_gets_no_keys() -> None:
     harness = Harness()
     (prefill,) = {harness.router.choose(PROMPT).prefill_id}

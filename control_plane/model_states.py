@@ -87,10 +87,7 @@ class ModelStates:
     def all(self) -> dict[str, ModelState]:
         """Return the state of every model that has workers, or had some lately."""
         now = self._clock()
-        by_model: dict[str, list[Worker]] = {}
-        for worker in self._registry.workers():
-            if worker.info.card.model_id:
-                by_model.setdefault(worker.info.card.model_id, []).append(worker)
+        by_model = {model_id: self._registry.workers_of(model_id) for model_id in self._registry.model_ids()}
         for model_id in by_model:
             self._seen_at.pop(model_id, None)  # the longest unseen come first
             self._seen_at[model_id] = now

@@ -29,8 +29,9 @@ from control_plane.block_chain import BlockHashes
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Route, Router, SessionRoute
+from control_plane.routing.router import Route, Router
 from control_plane.routing.sample_points import SamplePointIndex
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
 

@@ -174,8 +174,9 @@ class EncodingDispatch:
         model = part.request.model
         workers = [
             worker
-            for worker in self._registry.workers(pb.WORKER_ROLE_ENCODE)
-            if worker.serves(model.model_id)
+            for worker in self._registry.workers_of(model.model_id)
+            if worker.role == pb.WORKER_ROLE_ENCODE
+            and worker.is_usable
             and worker.identity.hex() == model.identity  # else its tokenizer may be another
             and worker.incarnation not in part.avoid
         ]

@@ -10,7 +10,8 @@ from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Router, SessionRoute
+from control_plane.routing.router import Router
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger
@@ -162,19 +163,17 @@ class ReadinessProofs:
 
     def served(self) -> list[str]:
         """Return the models of ready decode workers."""
-        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
-        return sorted(
-            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
-        )
+        return [model_id for model_id in self._registry.model_ids() if self._registry.serves(model_id)]
 
     def _has_prefill(self, model_id: str) -> bool:
         """Return whether prompts can be handed over: only within a group of workers that share KV blocks."""
-        addresses = {service.address for service in self._registry.kv_services()}
-        prefills, decodes = map(self._registry.workers, (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE))
-        spaces = {worker.space for worker in decodes if worker.serves(model_id)}
+        workers = [worker for worker in self._registry.workers_of(model_id) if worker.is_usable]
+        spaces = {worker.space for worker in workers if worker.role == pb.WORKER_ROLE_DECODE}
         return any(
-            worker.serves(model_id) and worker.info.kv_address in addresses and worker.space in spaces
-            for worker in prefills
+            worker.role == pb.WORKER_ROLE_PREFILL
+            and self._registry.has_kv_service(worker.info.kv_address)
+            and worker.space in spaces
+            for worker in workers
         )
 
     def _forget_unserved(self, worker: Worker, is_here: bool) -> None:

@@ -6,8 +6,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from control_plane.fleet.model_variants import ModelVariants, Variant, remedy_of, variant_of
+from control_plane.fleet.worker_figures import WorkerFigures, figures_of
 from control_plane.generation import DEFAULT_GRAIN
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
@@ -53,24 +55,29 @@ class Worker:
     gone_for: str = ""
     """Of a worker that is registered no longer: replaced, deregistered or silent."""
 
-    @property
+    @cached_property
     def worker_id(self) -> str:
         return self.info.worker_id
 
-    @property
+    @cached_property
     def incarnation(self) -> str:
         return self.info.incarnation
 
-    @property
+    @cached_property
     def role(self) -> pb.WorkerRole.ValueType:
         return self.info.role
 
-    @property
+    @cached_property
+    def figures(self) -> WorkerFigures:
+        """What routing reads, several times a request."""
+        return figures_of(self.info, self.load)
+
+    @cached_property
     def is_usable(self) -> bool:
         """Whether new requests may go there."""
         return self.is_ready and not self.apart_for
 
-    @property
+    @cached_property
     def is_ready(self) -> bool:
         return self.load.state == pb.WORKER_STATE_READY and not self.is_suspected
 
@@ -96,6 +103,11 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
         self._ids_by_role: dict[pb.WorkerRole.ValueType, dict[str, None]] = {}
         """Every heartbeat asks for its host's KV services: the other workers are not looked at for that."""
+        self._ids_by_model: dict[str, dict[str, None]] = {}
+        self._kv_by_host: dict[str, dict[str, None]] = {}
+        """The ids of KV services by host id: routing asks for them several times a request."""
+        self._kv_addresses: set[str] | None = None
+        """Of those that may be used; None after a change."""
         self._listeners: list[Listener] = []
         self._load_listeners: list[LoadListener] = []
         self._replaced: OrderedDict[str, None] = OrderedDict()
@@ -113,10 +125,22 @@ class WorkerRegistry:
             return list(self._workers.values())
         return [self._workers[worker_id] for worker_id in self._ids_by_role.get(role, ())]
 
+    def workers_of(self, model_id: str) -> list[Worker]:
+        """Return the workers of a model, ready or not."""
+        return [self._workers[worker_id] for worker_id in self._ids_by_model.get(model_id, ())]
+
     def serves(self, model_id: str) -> bool:
         """Return whether a decode worker takes requests for the model."""
-        decodes = self._ids_by_role.get(pb.WORKER_ROLE_DECODE, ())
-        return any(self._workers[worker_id].serves(model_id) for worker_id in decodes)
+        workers = (self._workers[worker_id] for worker_id in self._ids_by_model.get(model_id, ()))
+        return any(worker.role == pb.WORKER_ROLE_DECODE and worker.is_usable for worker in workers)
+
+    def has_model(self, model_id: str) -> bool:
+        """Return whether any worker of the model is registered, ready or not."""
+        return model_id in self._ids_by_model
+
+    def model_ids(self) -> list[str]:
+        """Return the models of all registered workers, in order."""
+        return sorted(self._ids_by_model)
 
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
@@ -137,10 +161,17 @@ class WorkerRegistry:
 
     def store_of(self, host_id: str) -> Worker | None:
         """Return the KV service of a host if its last report has a block store."""
-        for worker in self.workers(pb.WORKER_ROLE_KV):
-            if worker.is_usable and worker.info.host_id == host_id and worker.load.kv_service.HasField("store"):
+        for worker_id in self._kv_by_host.get(host_id, ()):
+            worker = self._workers[worker_id]
+            if worker.is_usable and worker.figures.has_store:
                 return worker
         return None
+
+    def has_kv_service(self, address: str) -> bool:
+        """Return whether a KV service with this address may be used."""
+        if self._kv_addresses is None:
+            self._kv_addresses = {each.info.address for each in self.workers(pb.WORKER_ROLE_KV) if each.is_usable}
+        return address in self._kv_addresses
 
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0) -> None:
         """Add a worker or update it; another incarnation replaces the earlier one for good.
@@ -259,6 +290,8 @@ class WorkerRegistry:
     def _forget(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.worker_id]
         del self._ids_by_role[worker.role][worker.worker_id]
+        self._place_kv(worker, is_here=False)
+        self._unlist(worker)
         log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, reason=reason)
         also_changed = self._left(worker)
         self._notify(replace(worker, gone_for=reason), False)
@@ -272,10 +305,36 @@ class WorkerRegistry:
             del self._ids_by_role[previous.role][worker.worker_id]
         self._ids_by_role.setdefault(worker.role, {})[worker.worker_id] = None
         model_id = worker.info.card.model_id
+        if previous is not None:
+            self._place_kv(previous, is_here=False)
+            if previous.info.card.model_id != model_id:
+                self._unlist(previous)
+        self._place_kv(worker, is_here=True)
         if model_id:
+            self._ids_by_model.setdefault(model_id, {})[worker.worker_id] = None
             self._variants.add(model_id, worker.variant)
         changed = self._left(previous) if previous is not None else []
         return changed + self._choose_variants(model_id)
+
+    def _place_kv(self, worker: Worker, *, is_here: bool) -> None:
+        if worker.role != pb.WORKER_ROLE_KV:
+            return
+        self._kv_addresses = None
+        ids = self._kv_by_host.setdefault(worker.info.host_id, {})
+        if is_here:
+            ids[worker.worker_id] = None
+        else:
+            ids.pop(worker.worker_id, None)
+        if not ids:
+            del self._kv_by_host[worker.info.host_id]
+
+    def _unlist(self, worker: Worker) -> None:
+        """Take a worker from the list of its model."""
+        model_id = worker.info.card.model_id
+        if model_id:
+            del self._ids_by_model[model_id][worker.worker_id]
+            if not self._ids_by_model[model_id]:
+                del self._ids_by_model[model_id]
 
     def _left(self, worker: Worker) -> list[Worker]:
         """A worker no longer serves a model as this snapshot says; return the workers for which that changes it."""
@@ -288,6 +347,7 @@ class WorkerRegistry:
 
     def _state_changed(self, worker: Worker) -> None:
         """Notify of a worker that is ready now, or no longer, and of those that come forward or step back with it."""
+        self._kv_addresses = None
         also_changed = self._choose_variants(worker.info.card.model_id)
         worker = self._workers[worker.worker_id]
         self._notify(worker, True)
@@ -300,7 +360,7 @@ class WorkerRegistry:
         """
         if not model_id or not (is_other or self._variants.is_mixed(model_id)):
             return []
-        of_model = [worker for worker in self._workers.values() if worker.info.card.model_id == model_id]
+        of_model = self.workers_of(model_id)
         changed = []
         for worker, reason in zip(of_model, self._variants.choose(model_id, of_model), strict=True):
             if worker.apart_for == reason:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +22,10 @@ _ROLES = {
     pb.WORKER_ROLE_ENCODE: "encode",
 }
 _MAX_NAME_CHARACTERS = 256
+_FRESH_SECONDS = 0.25
+"""How old a prepared list may be, if no worker has come, gone or changed its state."""
+_WORKERS_PER_TURN = 25
+"""Each takes some 50 us: a thousand at once would hold up the streams of tokens."""
 
 
 class FleetStatus:
@@ -30,28 +37,59 @@ class FleetStatus:
         orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: [],
         problem_of: Callable[[str], str] = lambda model_id: "",
         health_of: Callable[[Worker], Status] = lambda worker: Status("ok"),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`problem_of` returns why a model cannot be used although its workers are there; "" if it can.
 
-        `health_of` returns how requests of this gateway find a worker.
+        `health_of` returns how requests of this gateway find a worker. `clock` gives monotonic seconds.
         """
         self._registry = registry
         self._orphans_of = orphans_of
         self._problem_of = problem_of
         self._health_of = health_of
+        self._clock = clock
+        self._num_changes = 0
+        self._body, self._made_at, self._made_of = b"", -math.inf, -1
+        self._making: asyncio.Task[None] | None = None
+        registry.listen(self._changed)
 
-    def workers(self) -> list[dict[str, Any]]:
-        """Return every registered worker as plain values, in a stable order."""
-        now = time.monotonic()
-        rows = [
-            {
-                **_worker(worker, now, self._problem_of),
-                **health_fields(self._health_of(worker)),
-                "orphans": self._orphans_of(worker.incarnation),
-            }
-            for worker in self._registry.workers()
-        ]
-        return sorted(rows, key=lambda row: (row["role"], row["id"]))
+    async def workers_body(self) -> bytes:
+        """Return every registered worker in a stable order, as the JSON text of a list, at most 0.25 s old.
+
+        It has every change of a worker's registration or state that was before the call. However many ask, it is made
+        once at a time, in short turns of the event loop.
+        """
+        num_changes = self._num_changes
+        while self._made_of < num_changes or self._clock() - self._made_at >= _FRESH_SECONDS:
+            if self._making is None:
+                self._making = asyncio.create_task(self._make_body(), name="workers_body")
+                self._making.add_done_callback(self._made)
+            await asyncio.shield(self._making)  # a caller that leaves must not end it for others
+        return self._body
+
+    async def _make_body(self) -> None:
+        made_of, made_at, rows = self._num_changes, self._clock(), []
+        for number, worker in enumerate(sorted(self._registry.workers(), key=_order)):
+            if number % _WORKERS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            rows.append(json.dumps(self._row(worker, made_at), ensure_ascii=False, separators=(",", ":")))
+        self._body = f'{{"object":"list","data":[{",".join(rows)}]}}'.encode()
+        self._made_of, self._made_at = made_of, self._clock()
+
+    def _made(self, task: asyncio.Task[None]) -> None:
+        self._making = None
+        if not task.cancelled():
+            task.exception()  # every caller may have left
+
+    def _row(self, worker: Worker, now: float) -> dict[str, Any]:
+        return {
+            **_worker(worker, now, self._problem_of),
+            **health_fields(self._health_of(worker)),
+            "orphans": self._orphans_of(worker.incarnation),
+        }
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        self._num_changes += 1
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         """Return the processes that report an address of metrics, in a stable order.
@@ -60,6 +98,10 @@ class FleetStatus:
         """
         found = [worker.info for worker in self._registry.workers() if worker.info.metrics_address]
         return [_target(info) for info in sorted(found, key=lambda info: info.worker_id)]
+
+
+def _order(worker: Worker) -> tuple[str, str]:
+    return worker_role(worker.info), worker.worker_id
 
 
 def worker_name(info: pb.WorkerInfo) -> str:

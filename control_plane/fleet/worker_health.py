@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from control_plane.fleet.answer_times import AnswerTimes, Usual
 from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Record, Status
@@ -79,6 +79,11 @@ class WorkerHealth:
 
     # --------------------------------------------------------------------------------------------- for the router
 
+    @property
+    def out(self) -> Collection[str]:
+        """Incarnations that are ejected or on probation."""
+        return self._out
+
     def usable(self, workers: list[Worker]) -> list[Worker]:
         """Return those of a model's workers of one role that new requests may go to."""
         attached = [worker for worker in workers if self._is_attached(worker.incarnation)]
@@ -87,12 +92,21 @@ class WorkerHealth:
         well = [worker for worker in attached if worker.incarnation not in self._out]
         if not well:
             return self._least_bad(attached)
+        return self._in_time(well) or well
+
+    def well(self, workers: list[Worker]) -> list[Worker]:
+        """Return those that nothing speaks against, of some of a model's workers of one role; there may be none."""
+        attached = [worker for worker in workers if self._is_attached(worker.incarnation)]
+        return self._in_time([worker for worker in attached if worker.incarnation not in self._out])
+
+    def _in_time(self, well: list[Worker]) -> list[Worker]:
+        """Return the workers without an overdue call."""
         now = self.now()
         waiting = {worker.incarnation: watch for worker in well if (watch := self._waits_long(worker.incarnation, now))}
-        if not waiting or (usual := self._times_of(attached[0]).usual(self._out)) is None:
+        if not waiting or (usual := self._times_of(well[0]).usual(self._out)) is None:
             return well
         overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, usual, now)}
-        return [worker for worker in well if worker.incarnation not in overdue] or well
+        return [worker for worker in well if worker.incarnation not in overdue]
 
     def _least_bad(self, workers: list[Worker]) -> list[Worker]:
         now = self.now()
@@ -312,7 +326,8 @@ class WorkerHealth:
     def _peers(self, record: Record) -> set[str]:
         """Return the incarnations that take requests of the record's model and role, its own included."""
         model_id, role = record.worker.info.card.model_id, record.worker.role
-        return {worker.incarnation for worker in self._registry.workers(role) if worker.serves(model_id)}
+        peers = [worker for worker in self._registry.workers_of(model_id) if worker.is_usable]
+        return {worker.incarnation for worker in peers if worker.role == role}
 
     def _record(self, worker: Worker) -> Record:
         record = self._records.get(worker.incarnation)
@@ -333,7 +348,7 @@ class WorkerHealth:
         self._out.discard(worker.incarnation)
         self._times_of(worker).forget(worker.incarnation)
         model_id, role = worker.info.card.model_id, worker.role
-        if not any(each.info.card.model_id == model_id for each in self._registry.workers(role)):
+        if not any(each.role == role for each in self._registry.workers_of(model_id)):
             self._times.pop((model_id, role), None)
 
 

@@ -12,55 +12,44 @@ times the speed that one more answer would get there: engines of different speed
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from statistics import fmean
+from typing import NamedTuple
 
 from control_plane.fleet.registry import Worker
-from control_plane.routing.cost_model import CostModel, InFlight, RoutingRequest
+from control_plane.routing.cost_model import RoutingRequest
+from control_plane.routing.worker_table import WorkerTable
 
 TIE = 1.05
 """Costs that differ by less than 5 % are equal: predictions are no better, and several gateways predict the same."""
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """The workers of one space that a request may go to."""
+class Group(NamedTuple):
+    """The tables of the workers of one space that a request may go to."""
 
     space: bytes
-    fitting: list[Worker] = field(default_factory=list)
-    """Decode workers whose pools could hold the request, those that have refused it included."""
-    decodes: list[Worker] = field(default_factory=list)
-    """Of these, the ones that may be asked."""
-    prefills: list[Worker] = field(default_factory=list)
+    decodes: list[WorkerTable]
+    prefills: list[WorkerTable]
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(map(len, self.decodes))
+
+    @property
+    def num_prefills(self) -> int:
+        return sum(map(len, self.prefills))
 
 
-def groups_of(fitting: Iterable[Worker], prefills: Iterable[Worker], avoid: Collection[str]) -> list[Group]:
-    """Return the groups that have a decode worker to ask, in the order of their first workers."""
-    groups: dict[bytes, Group] = {}
-    for worker in fitting:
-        group = groups.setdefault(worker.space, Group(worker.space))
-        group.fitting.append(worker)
-        if worker.incarnation not in avoid:
-            group.decodes.append(worker)
-    for worker in prefills:
-        if worker.space in groups:
-            groups[worker.space].prefills.append(worker)
-    return [group for group in groups.values() if group.decodes]
+def preferences(groups: Sequence[Group], request: RoutingRequest) -> Iterator[tuple[Sequence[Group], str]]:
+    """Yield groups to look for workers in, and the numerics class to look for ("": any), the best ones first.
 
-
-def preferred(groups: list[Group], request: RoutingRequest) -> list[Group]:
-    """Return the groups whose workers go on with a choice as it was begun; all groups if there are none.
-
-    Of a group with several numerics classes, the workers of the others are left out.
+    A choice goes on where its blocks can be read, and in the numerics class that it was begun in, if that is possible.
     """
-    if request.preferred_space:
-        groups = [group for group in groups if group.space == request.preferred_space] or groups
-    if request.preferred_class:
-        of_class = [_of_class(group, request.preferred_class) for group in groups]
-        groups = [group for group in of_class if group.decodes] or groups
-    return groups
+    of_space = [group for group in groups if group.space == request.preferred_space] if request.preferred_space else []
+    for wanted in (of_space, groups):
+        for numerics_class in dict.fromkeys((request.preferred_class, "")):
+            if wanted:
+                yield wanted, numerics_class
 
 
 def index_space(worker: Worker) -> bytes:
@@ -70,52 +59,6 @@ def index_space(worker: Worker) -> bytes:
     """
     card = worker.info.card
     return worker.space if card.takes_spaces else _old_space(card.fingerprint.digest, card.block_size)
-
-
-def free_capacities(groups: Sequence[Group], costs: CostModel, in_flight: InFlight) -> list[float]:
-    """Return a weight for each group; all are 1 if nothing is free anywhere."""
-    speeds = [sum(_free_speed(worker, costs) for worker in group.prefills) for group in groups]
-    tokens = [sum(_free_tokens(worker, in_flight) for worker in group.decodes) for group in groups]
-    weights = [
-        (min(speed, share) if group.prefills else share) * _answer_speed(group, costs, in_flight)
-        for group, speed, share in zip(groups, _shares(speeds), _shares(tokens), strict=True)
-    ]
-    return weights if sum(weights) > 0 else [1.0] * len(groups)
-
-
-def _free_speed(worker: Worker, costs: CostModel) -> float:
-    """Return prompt tokens per second; a queue of a second halves them."""
-    rate = costs.tokens_per_second(worker)
-    return rate / (1 + costs.num_queued(worker) / rate)
-
-
-def _answer_speed(group: Group, costs: CostModel, in_flight: InFlight) -> float:
-    """Return the tokens per second that one more answer would get at a worker, if all answers there get as many."""
-
-    def of_worker(worker: Worker) -> float:
-        num_answers = max(in_flight.answers[worker.incarnation], worker.load.num_running + worker.load.num_waiting)
-        return costs.answer_tokens_per_second(worker) / (1 + num_answers)
-
-    return fmean(of_worker(worker) for worker in group.decodes)
-
-
-def _free_tokens(worker: Worker, in_flight: InFlight) -> float:
-    """Return the tokens of a KV pool that no request has taken; 1 if the pool is not reported yet."""
-    pool = worker.load.kv
-    total = pool.num_total_blocks * pool.tokens_per_block
-    if not total:
-        return 1.0
-    return max(0.0, total - max(in_flight.decode_tokens[worker.incarnation], worker.load.num_tokens_in_flight))
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    total = sum(values)
-    return [value / total if total else 0.0 for value in values]
-
-
-def _of_class(group: Group, numerics_class: str) -> Group:
-    decodes = [worker for worker in group.decodes if worker.info.card.fingerprint.numerics_class == numerics_class]
-    return replace(group, decodes=decodes)
 
 
 @lru_cache(maxsize=1024)

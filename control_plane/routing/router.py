@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -17,24 +16,23 @@ from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
+    EXPECTED_ANSWER_TOKENS,
     CostModel,
     HandOver,
     InFlight,
     PrefillEstimate,
     RoutingRequest,
-    step_ms,
 )
-from control_plane.routing.groups import TIE, Group, free_capacities, groups_of, index_space, preferred
-from control_plane.routing.prefix_index import PrefixMatch
+from control_plane.routing.groups import TIE, Group, preferences
 from control_plane.routing.sample_points import SamplePointIndex
-from tandem.v1 import types_pb2 as pb
+from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
+from control_plane.routing.shortlist import Query, Shortlist, could_hold, could_hold_choices, largest_pool
+from control_plane.routing.worker_columns import WorkerColumns
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
 _AFFINITY_SLACK = 1.25
 """A session stays at its worker while that worker is at most this many times as loaded as the best."""
-_MAX_SESSIONS = 10_000
-_EXPECTED_ANSWER_TOKENS = 256
-"""Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
+_NO_ROUTE = SessionRoute("", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +87,19 @@ class Route:
         }
 
 
+class _Option(NamedTuple):
+    """A decode worker, compared. Ordered by costs, then by name."""
+
+    cost: tuple[bool, float]
+    worker_id: str
+    estimate: PrefillEstimate
+    local_ms: float
+    """Until the worker would have computed the prompt itself, the delay of its other answers included."""
+    load: float
+    """The share of its pool's tokens that would be in flight with this request."""
+    is_handed_over: bool
+
+
 class Router:
     """Chooses by tokens in flight per worker, free KV blocks, measured speeds and the places of the prompt's blocks."""
 
@@ -110,6 +121,8 @@ class Router:
         self.health = health or WorkerHealth(registry)
         self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
+        self._columns = WorkerColumns(registry, self.in_flight, self.costs)
+        self._shortlist = Shortlist(registry, self.costs, self.health, self._rng, clock)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.
@@ -118,117 +131,123 @@ class Router:
         worker serves the model, Unavailable if none is ready, Overloaded if all ready ones are in `avoid`,
         ContextTooLong if no pool could ever hold the request.
         """
-        fitting = self._large_enough(self._usable(request, pb.WORKER_ROLE_DECODE, ()), request)
-        groups = groups_of(fitting, self._usable(request, pb.WORKER_ROLE_PREFILL, avoid), avoid)
-        if not groups:
-            raise self._no_worker_error(request.model_id, avoid)
-        groups = preferred(groups, request)
-        last_route = self.affinity.of(request.session_id) or SessionRoute("", "")
-        matches: dict[bytes, PrefixMatch] = {}
-        routes = [self._route_within(group, request, last_route, matches) for group in groups]
-        return routes[0] if len(routes) == 1 else self._choose_group(groups, routes, request, last_route)
+        query = Query(request, avoid, self.affinity.of(request.session_id) or _NO_ROUTE, self.costs)
+        groups = self._columns.groups(request)
+        for is_last_resort in (False, True):
+            for wanted, query.numerics_class in preferences(groups, request):
+                routes = self._routes(wanted, query, is_last_resort=is_last_resort)
+                if routes:
+                    return routes[0][1] if len(routes) == 1 else self._choose_group(routes, query)
+        raise self._no_route_error(request, groups, avoid)
 
-    def _choose_group(
-        self, groups: Sequence[Group], routes: Sequence[Route], request: RoutingRequest, last_route: SessionRoute
-    ) -> Route:
+    def _routes(self, groups: Sequence[Group], query: Query, *, is_last_resort: bool) -> list[tuple[Group, Route]]:
+        """Return the routes of the groups that have one. `is_last_resort`: through workers that are not well."""
+        among = None
+        if is_last_resort:
+            among = self._shortlist.least_bad([table for group in groups for table in group.decodes], query.avoid)
+        remote = self._prefill_estimates(groups, query)
+        found = [self._route_within(*each, query, among) for each in zip(groups, remote, strict=True)]
+        return [(group, route) for group, route in zip(groups, found, strict=True) if route is not None]
+
+    def _choose_group(self, routes: Sequence[tuple[Group, Route]], query: Query) -> Route:
         """Return one group's route: the session's, that of a known prefix, or one by free capacity.
 
         As with workers, the session's group may be somewhat busier than others, and the one with the prefix must be
         sooner.
         """
-        every = list(zip(groups, routes, strict=True))
-        able = [(group, route) for group, route in every if not route.cost[0] and not self.is_busy(route.decodes)]
-        able = able or every
-        if self._must_hand_over(request):
+        able = [(group, route) for group, route in routes if not route.cost[0] and not self.is_busy(route.decodes)]
+        able = able or list(routes)
+        if self._must_hand_over(query.request):
             able = [(group, route) for group, route in able if route.prefill is not None] or able
         least_load = min(self._decode_load(route.decodes[0]) for _, route in able)
         for _, route in able:
             first = route.decodes[0]
-            if first.incarnation == last_route.decode and self._decode_load(first) <= _AFFINITY_SLACK * least_load:
+            if first.incarnation == query.last.decode and self._decode_load(first) <= _AFFINITY_SLACK * least_load:
                 return route
-        weights = free_capacities([group for group, _ in able], self.costs, self.in_flight)
+        weights = self._shortlist.free_capacities([group for group, _ in able], query)
         ((_, drawn),) = self._rng.choices(able, weights)
         best = min((route for _, route in able if route.expects_cached), key=lambda route: route.cost, default=drawn)
         chosen = drawn if drawn.cost[1] <= TIE * best.cost[1] else best
         return replace(chosen, reason=f"{chosen.reason}; in one of {len(routes)} groups that share KV blocks")
 
+    def _prefill_estimates(self, groups: Sequence[Group], query: Query) -> list[list[PrefillEstimate]]:
+        """Return the estimates of each group's prefill candidates: of those that are well, if there are any."""
+
+        def of(group: Group, among: Collection[str] | None) -> list[PrefillEstimate]:
+            found: list[PrefillEstimate] = []
+            for table in group.prefills:
+                workers = self._shortlist.prefills(table, query, among)
+                found += self.costs.estimates(workers, query.request, query.match(table.key.index_space))
+            return found
+
+        found = [of(group, None) for group in groups]
+        tables = [table for group in groups for table in group.prefills]
+        if any(found) or not tables:
+            return found
+        among = self._shortlist.least_bad(tables, query.avoid)
+        return [of(group, among) for group in groups]
+
     def _route_within(
-        self, group: Group, request: RoutingRequest, last_route: SessionRoute, matches: dict[bytes, PrefixMatch]
+        self, group: Group, remote: Sequence[PrefillEstimate], query: Query, among: Collection[str] | None
+    ) -> Route | None:
+        """Return the route of a group, of its candidates; None if no decode worker is able to take the request.
+
+        The costs of one request are those of a few workers, however many there are.
+        """
+        request = query.request
+        prefill = self._best_prefill(remote, query) if request.hand_over != "never" else None
+        hand_over = self._hand_over(request, prefill, could_hold_choices(group.decodes, request))
+        ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
+        local: list[PrefillEstimate] = []
+        for table in group.decodes:
+            workers = self._shortlist.decodes(table, query, ms, hand_over, among)
+            local += self.costs.estimates(workers, request, query.match(table.key.index_space))
+        return self._compared(group, query, remote, prefill, hand_over, local) if local else None
+
+    def _compared(
+        self,
+        group: Group,
+        query: Query,
+        remote: Sequence[PrefillEstimate],
+        prefill: PrefillEstimate | None,
+        hand_over: HandOver,
+        local: Sequence[PrefillEstimate],
     ) -> Route:
-        """Return the route of a group. `matches`: where the prompt's blocks are, by space; found once per request."""
-
-        def estimate(worker: Worker) -> PrefillEstimate:
-            space = index_space(worker)
-            if space not in matches:
-                matches[space] = self.costs.match(request, space)
-            return self.costs.estimate(worker, request, matches[space])
-
-        prefills = group.prefills
-        remote = [estimate(worker) for worker in self._reachable(prefills)]
-        prefill = self._best_prefill(remote, last_route) if request.hand_over != "never" else None
-        local = {worker.incarnation: estimate(worker) for worker in group.decodes}
-        hand_over = self._hand_over(request, prefill, group.fitting)
-        ranked = self._rank_decodes(local, request, prefill, hand_over)
-        decodes = self._with_affinity(list(ranked), last_route)
-        first = local[decodes[0].incarnation]
-        comparison = self._comparison(request, remote, prefill, [local[each.incarnation] for each in decodes])
-        if prefill is not None and self._is_handed_over(first, prefill, hand_over):
-            route = self._handed_over_route(prefill, first, decodes, len(prefills), comparison)
-        else:
-            has_prefills = bool(prefills) and request.hand_over != "never"
-            route = self._local_route(prefill, first, decodes, local, comparison, has_prefills=has_prefills)
-        return replace(route, cost=ranked[decodes[0]])
+        """Return the best of the routes with these estimates."""
+        ranked = self._with_affinity(self._rank_decodes(local, query.request, prefill, hand_over), query)
+        first, decodes = ranked[0], tuple([option.estimate.worker for option in ranked])
+        comparison = self._comparison(query.request, remote, prefill, ranked)
+        if prefill is not None and first.is_handed_over:
+            return self._handed_over_route(prefill, first, decodes, group, comparison)
+        has_prefills = group.num_prefills > 0 and query.request.hand_over != "never"
+        return self._local_route(prefill, ranked, decodes, comparison, has_prefills=has_prefills)
 
     def is_busy(self, decodes: Collection[Worker]) -> bool:
         """Whether a request would have to wait at each of these decode workers."""
-        return all(
-            worker.load.num_waiting > 0 or worker.load.kv.num_free_blocks + worker.load.kv.num_cached_blocks == 0
-            for worker in decodes
-        )
+        return all(each.figures.num_waiting > 0 or not each.figures.has_free_blocks for each in decodes)
 
-    # --------------------------------------------------------------------------------------------- candidate workers
-
-    def _usable(self, request: RoutingRequest, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
-        serving = [
-            worker
-            for worker in self._registry.workers(role)
-            if worker.serves(request.model_id) and (not request.identity or worker.identity == request.identity)
-        ]
-        return [worker for worker in self.health.usable(serving) if worker.incarnation not in avoid]
-
-    def _large_enough(self, workers: list[Worker], request: RoutingRequest) -> list[Worker]:
-        """Return the workers that could hold the request alone; raises ContextTooLong if none could."""
-        fitting = [worker for worker in workers if _could_hold(worker, request.num_prompt_tokens + request.max_tokens)]
-        if workers and not fitting:
-            raise ContextTooLong(
+    def _no_route_error(self, request: RoutingRequest, groups: Sequence[Group], avoid: Collection[str]) -> TandemError:
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        if groups and not any(could_hold(table, num_tokens).any() for group in groups for table in group.decodes):
+            return ContextTooLong(
                 f"{request.num_prompt_tokens:,} prompt tokens and up to {request.max_tokens:,} answer tokens fit no "
-                f"decode worker's KV pool, the largest has {max(map(_pool_tokens, workers)):,}; lower max_tokens, "
+                f"decode worker's KV pool, the largest has {largest_pool(groups):,}; lower max_tokens, "
                 "shorten the prompt or give the workers more KV memory",
                 field="max_tokens",
             )
-        return fitting
-
-    def _reachable(self, workers: list[Worker]) -> list[Worker]:
-        """Return the workers whose KV service is registered, so that others can get their KV cache."""
-        addresses = {service.address for service in self._registry.kv_services()}
-        return [worker for worker in workers if worker.info.kv_address in addresses]
-
-    def _no_worker_error(self, model_id: str, avoid: Collection[str]) -> TandemError:
-        served = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
-        if avoid and model_id in served:
+        model_id = request.model_id
+        if not self._registry.has_model(model_id):
+            served = ", ".join(self._registry.model_ids()) or "nothing yet"
+            return ModelNotFound(f"no worker serves {model_id!r}; served here: {served}")
+        if avoid:
             return Overloaded("every worker refused the request; try again", retry_after_seconds=1.0)
-        if model_id in served:
-            return Unavailable(
-                f"no decode worker for {model_id!r} is ready; see GET /v1/workers", retry_after_seconds=2.0
-            )
-        return ModelNotFound(f"no worker serves {model_id!r}; served here: {', '.join(served) or 'nothing yet'}")
+        return Unavailable(f"no decode worker for {model_id!r} is ready; see GET /v1/workers", retry_after_seconds=2.0)
 
     # -------------------------------------------------------------------------------------- comparing predicted costs
 
-    def _hand_over(
-        self, request: RoutingRequest, prefill: PrefillEstimate | None, decodes: Sequence[Worker]
-    ) -> HandOver:
-        if prefill is None or not _could_hold_choices(decodes, request):
+    def _hand_over(self, request: RoutingRequest, prefill: PrefillEstimate | None, could_hold: bool) -> HandOver:
+        """`could_hold`: whether all choices fit the pools at once."""
+        if prefill is None or not could_hold:
             return "never"
         return "always" if self._must_hand_over(request) else request.hand_over
 
@@ -236,78 +255,81 @@ class Router:
         """Return whether a prefill worker computes the prompt wherever there is one."""
         return request.hand_over == "always" or (request.hand_over != "never" and self._local_prefill == "never")
 
-    def _is_handed_over(self, local: PrefillEstimate, prefill: PrefillEstimate, hand_over: HandOver) -> bool:
-        if not local.worker.info.kv_address or hand_over == "never":
-            return False
-        return hand_over == "always" or self.costs.hand_over_ms(prefill) < self.costs.local_ms(local)
-
     def _rank_decodes(
         self,
-        local: Mapping[str, PrefillEstimate],
+        local: Sequence[PrefillEstimate],
         request: RoutingRequest,
         prefill: PrefillEstimate | None,
         hand_over: HandOver,
-    ) -> dict[Worker, tuple[bool, float]]:
+    ) -> list[_Option]:
         """Order workers by whether the prompt's blocks seem to fit, then by the predicted time of prompt and answer.
 
         The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Of workers
-        that are about as good as the best, one at random comes first. Returns what they are ordered by, too.
+        that are about as good as the best, one at random comes first.
         """
-        workers = [estimate.worker for estimate in local.values()]
-        measured = [ms for worker in workers if (ms := step_ms(worker)) is not None]
-        answer_ms = min(request.max_tokens, _EXPECTED_ANSWER_TOKENS) * (
-            fmean(measured) if measured else ASSUMED_STEP_MS
-        )
-
-        def prompt_ms(worker: Worker) -> float:
-            estimate = local[worker.incarnation]
-            if prefill is not None and self._is_handed_over(estimate, prefill, hand_over):
-                return self.costs.hand_over_ms(prefill)
-            return self.costs.local_ms(estimate)
-
-        def cost(worker: Worker) -> tuple[bool, float]:
-            share = self._decode_load(worker, request.num_prompt_tokens + request.max_tokens)
-            return self._is_tight(worker, request), prompt_ms(worker) + answer_ms * share
-
-        costs = sorted(((cost(worker), worker) for worker in workers), key=lambda each: (each[0], each[1].worker_id))
-        (is_tight, least), best = costs[0]
+        measured = [ms for estimate in local if (ms := estimate.worker.figures.step_ms) is not None]
+        answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (fmean(measured) if measured else ASSUMED_STEP_MS)
+        hand_over_ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        options = []
+        for estimate in local:
+            worker, prompt_ms = estimate.worker, self.costs.local_ms(estimate)
+            local_ms, load = prompt_ms, self._decode_load(worker, num_tokens)
+            is_handed_over = False
+            if hand_over_ms is not None and worker.figures.kv_address:
+                is_handed_over = hand_over == "always" or hand_over_ms < local_ms
+                prompt_ms = hand_over_ms if is_handed_over else local_ms
+            cost = self._is_tight(worker, request), prompt_ms + answer_ms * load
+            options.append(_Option(cost, worker.worker_id, estimate, local_ms, load, is_handed_over))
+        options.sort()
+        best = options[0]
         # What prefill takes is the same for each of them: the rest is compared.
-        is_handed_over = prefill is not None and self._is_handed_over(local[best.incarnation], prefill, hand_over)
-        common = prompt_ms(best) if is_handed_over else 0.0
-        limit = least + (TIE - 1) * (least - common)
-        ties = [worker for (tight, ms), worker in costs if tight == is_tight and ms <= limit]
-        first = self._rng.choice(ties) if len(ties) > 1 else best
-        return {worker: each for each, worker in sorted(costs, key=lambda each: each[1] is not first)}
+        common = hand_over_ms if best.is_handed_over and hand_over_ms is not None else 0.0
+        limit = best.cost[1] + (TIE - 1) * (best.cost[1] - common)
+        num_ties = sum(option.cost[0] == best.cost[0] and option.cost[1] <= limit for option in options)
+        if num_ties > 1:
+            first = self._rng.choice(range(num_ties))
+            options.insert(0, options.pop(first))
+        return options
 
-    def _with_affinity(self, decodes: list[Worker], last_route: SessionRoute) -> list[Worker]:
-        """Put the session's last worker first, unless it is much busier than the best."""
-        preferred = sorted(decodes, key=lambda worker: worker.incarnation != last_route.decode)  # stable
-        if self._decode_load(preferred[0]) > _AFFINITY_SLACK * self._decode_load(decodes[0]):
-            return decodes
-        return preferred
+    def _with_affinity(self, options: list[_Option], query: Query) -> list[_Option]:
+        """Put the session's last worker first, or that of the request's key, unless it is much busier than the best."""
+        best = options[0]
+        for place, option in enumerate(options):
+            worker = option.estimate.worker
+            if worker.incarnation == query.last.decode:
+                is_near = self._decode_load(worker) <= _AFFINITY_SLACK * self._decode_load(best.estimate.worker)
+            elif worker.incarnation in query.homes:
+                is_near = option.cost[0] <= best.cost[0] and option.cost[1] <= _AFFINITY_SLACK * best.cost[1]
+            else:
+                continue
+            if is_near:
+                options.insert(0, options.pop(place))
+            break
+        return options
 
     def _is_tight(self, worker: Worker, request: RoutingRequest) -> bool:
-        pool = worker.load.kv
-        num_free_tokens = (pool.num_free_blocks + pool.num_cached_blocks) * max(1, pool.tokens_per_block)
-        num_mine = self.in_flight.decode_tokens[worker.incarnation]
-        return num_free_tokens < request.num_prompt_tokens + num_mine - worker.load.num_tokens_in_flight
+        figures, num_mine = worker.figures, self.in_flight.decode_tokens[worker.incarnation]
+        return figures.free_tokens < request.num_prompt_tokens + num_mine - figures.num_tokens_in_flight
 
     def _decode_load(self, worker: Worker, num_tokens: int = 1) -> float:
         """Return the share of its pool's tokens that a decode worker would have in flight with `num_tokens` more."""
         num_mine = self.in_flight.decode_tokens[worker.incarnation]
-        num_in_flight = max(num_mine, worker.load.num_tokens_in_flight) + num_tokens
-        return num_in_flight / max(1, _pool_tokens(worker))
+        num_in_flight = max(num_mine, worker.figures.num_tokens_in_flight) + num_tokens
+        return num_in_flight / max(1, worker.figures.pool_tokens)
 
-    def _best_prefill(self, estimates: list[PrefillEstimate], last_route: SessionRoute) -> PrefillEstimate | None:
-        """Return the session's last worker if it is about as soon as the soonest, or one of the soonest at random."""
-        estimates = sorted(estimates, key=lambda estimate: (estimate.total_ms, estimate.worker.worker_id))
-        least_ms = estimates[0].total_ms if estimates else 0.0
-        for estimate in estimates:
-            is_last = estimate.worker.incarnation == last_route.prefill
-            if is_last and estimate.total_ms <= _AFFINITY_SLACK * least_ms:
+    def _best_prefill(self, estimates: Sequence[PrefillEstimate], query: Query) -> PrefillEstimate | None:
+        """Return the session's last worker or the key's if it is about as soon as the soonest, or one of these."""
+        if not estimates:
+            return None
+        costs = sorted([(estimate.total_ms, estimate.worker.worker_id, estimate) for estimate in estimates])
+        least_ms = costs[0][0]
+        for total_ms, _, estimate in costs:
+            is_home = estimate.worker.incarnation == query.last.prefill or estimate.worker.incarnation in query.homes
+            if is_home and total_ms <= _AFFINITY_SLACK * least_ms:
                 return estimate
-        ties = [estimate for estimate in estimates if estimate.total_ms <= TIE * least_ms]
-        return self._rng.choice(ties) if len(ties) > 1 else next(iter(ties), None)
+        ties = [estimate for total_ms, _, estimate in costs if total_ms <= TIE * least_ms]
+        return self._rng.choice(ties) if len(ties) > 1 else ties[0]
 
     # --------------------------------------------------------------------------------------------- explaining a route
 
@@ -316,89 +338,55 @@ class Router:
         request: RoutingRequest,
         prefills: Sequence[PrefillEstimate],
         best: PrefillEstimate | None,
-        decodes: Sequence[PrefillEstimate],
+        decodes: Sequence[_Option],
     ) -> Comparison:
         """Keep what an explanation shows of the decision: a few workers of each role, with their figures of now."""
         if len(prefills) > MAX_COMPARED:  # the session's worker may not be among the soonest
             prefills = nsmallest(MAX_COMPARED, prefills, key=lambda each: (each is not best, each.total_ms))
-        num_tokens = request.num_prompt_tokens + request.max_tokens
         return Comparison(
             [ComparedPrefill(estimate, self.costs.hand_over_ms(estimate)) for estimate in prefills],
-            [
-                ComparedDecode(estimate, self.costs.local_ms(estimate), self._decode_load(estimate.worker, num_tokens))
-                for estimate in decodes[:MAX_COMPARED]
-            ],
+            [ComparedDecode(each.estimate, each.local_ms, each.load) for each in decodes[:MAX_COMPARED]],
             may_hand_over=request.hand_over != "never",
         )
 
     def _handed_over_route(
         self,
         prefill: PrefillEstimate,
-        local: PrefillEstimate,
-        decodes: list[Worker],
-        num_prefills: int,
+        first: _Option,
+        decodes: tuple[Worker, ...],
+        group: Group,
         comparison: Comparison,
     ) -> Route:
         predicted = {
-            "decode_step": step_ms(decodes[0]) or ASSUMED_STEP_MS,
+            "decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS,
             **_parts("prefill", prefill),
             "hand_over": self.costs.hand_over_ms(prefill),
-            "local": self.costs.local_ms(local),
+            "local": first.local_ms,
         }
-        reason = f"{prefill}, the soonest of {num_prefills} prefill workers; {len(decodes)} decode workers"
+        reason = f"{prefill}, the soonest of {group.num_prefills} prefill workers; {group.num_decodes} decode workers"
         estimates = {prefill.worker.incarnation: prefill}
-        return Route(prefill.worker, tuple(decodes), reason, predicted, estimates, comparison)
+        return Route(prefill.worker, decodes, reason, predicted, estimates, comparison, first.cost)
 
     def _local_route(
         self,
         prefill: PrefillEstimate | None,
-        first: PrefillEstimate,
-        decodes: list[Worker],
-        estimates: Mapping[str, PrefillEstimate],
+        ranked: Sequence[_Option],
+        decodes: tuple[Worker, ...],
         comparison: Comparison,
         *,
         has_prefills: bool,
     ) -> Route:
-        predicted = {"decode_step": step_ms(decodes[0]) or ASSUMED_STEP_MS, **_parts("local", first)}
-        predicted["local"] = self.costs.local_ms(first)
-        if prefill is None or not first.worker.info.kv_address:
+        first, estimate = ranked[0], ranked[0].estimate
+        estimates = {option.estimate.worker.incarnation: option.estimate for option in ranked}
+        predicted = {"decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS, **_parts("local", estimate)}
+        predicted["local"] = first.local_ms
+        if prefill is None or not estimate.worker.figures.kv_address:
             why = "no KV service" if has_prefills else "no prefill worker"
             reason = f"{why}: decode computes the prompt"
-            return Route(None, tuple(decodes), reason, predicted, estimates, comparison)
+            return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
         predicted["hand_over"] = self.costs.hand_over_ms(prefill)
-        reason = f"decode computes the prompt: {first}; handing over would take {predicted['hand_over']:.1f} ms"
-        return Route(None, tuple(decodes), reason, predicted, estimates, comparison)
-
-
-@dataclass(frozen=True)
-class SessionRoute:
-    """Incarnations; "" where there was no worker."""
-
-    prefill: str
-    decode: str
-
-
-class SessionAffinity:
-    """The routes of the latest sessions; a bounded number."""
-
-    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        self._routes: OrderedDict[str, SessionRoute] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._routes)
-
-    def remember(self, session_id: str, route: SessionRoute) -> None:
-        """Record the route of a session; "" is no session."""
-        if not session_id:
-            return
-        self._routes[session_id] = route
-        self._routes.move_to_end(session_id)
-        if len(self._routes) > self._max_sessions:
-            self._routes.popitem(last=False)
-
-    def of(self, session_id: str) -> SessionRoute | None:
-        return self._routes.get(session_id)
+        reason = f"decode computes the prompt: {estimate}; handing over would take {predicted['hand_over']:.1f} ms"
+        return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
 
 
 def _parts(name: str, estimate: PrefillEstimate) -> dict[str, float]:
@@ -417,25 +405,3 @@ def _cached(estimate: PrefillEstimate) -> dict[str, Any]:
         "cached_remote_tokens": estimate.cached.remote,
         "prefix_source": estimate.source,
     }
-
-
-def _pool_tokens(worker: Worker) -> int:
-    return worker.load.kv.num_total_blocks * worker.load.kv.tokens_per_block
-
-
-def _could_hold_choices(workers: Sequence[Worker], request: RoutingRequest) -> bool:
-    """Return whether all choices fit the workers' pools at once; each needs its prompt's blocks, and one to grow into.
-
-    A hand-over begins when all choices have their blocks. Choices of a prompt that decode computes wait in its queue.
-    """
-    if request.num_choices == 1 or not all(map(_pool_tokens, workers)):  # a pool is not reported yet
-        return True
-    blocks = [-(-(request.num_prompt_tokens + 1) // worker.load.kv.tokens_per_block) + 1 for worker in workers]
-    most = sum(worker.load.kv.num_total_blocks // each for worker, each in zip(workers, blocks, strict=True))
-    return most >= request.num_choices
-
-
-def _could_hold(worker: Worker, num_tokens: int) -> bool:
-    """Return whether a pool has enough tokens, or is not reported yet. The last token's KV is never needed."""
-    num_needed = min(num_tokens, worker.info.card.context_length + 1) - 1
-    return not _pool_tokens(worker) or num_needed <= _pool_tokens(worker)

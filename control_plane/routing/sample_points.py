@@ -97,52 +97,42 @@ class SamplePointIndex:
         """Return how many leading blocks each place has: those up to the last point that names the place."""
         self._settle()
         num_points = num_sample_points(len(block_hashes))
-        if not num_points:
+        points = self._rows_at(block_hashes, sample_positions(num_points), space) if num_points else []
+        if not points:
             return PrefixMatch()
-        positions = sample_positions(num_points)
-        slots, found = self._look_up(_keys_at(block_hashes, positions, space))
-        if not found.any():
-            return PrefixMatch()
-        pools, stores = self._deepest(positions[found], self._places[slots[found]])
-        last = int(np.flatnonzero(found)[-1])
-        self._extend(pools, stores, block_hashes, space, int(positions[last]), self._places[slots[last]])
-        return PrefixMatch(pools, stores)
+        base = points[-1][0]
+        stop = min(len(block_hashes), next_sample_point(base))
+        ends = self._rows_at(block_hashes, np.arange(base + 1, stop), space) if base + 1 < stop else []
+        return self._deepest(points, ends)
 
-    def _deepest(self, positions: _Ints, rows: _Rows) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the blocks of each place; `rows` [num_points, 8] in chain order."""
-        is_last = np.ones(len(rows), bool)
-        is_last[:-1] = (rows[1:] != rows[:-1]).any(axis=1)  # neighbours mostly have the same places
+    def _deepest(self, points: Sequence[tuple[int, list[int]]], ends: Sequence[tuple[int, list[int]]]) -> PrefixMatch:
+        """Return the blocks of each place, by the last point that names it; points and ends in chain order.
+
+        An end of a chain counts for a place that has the last point before it: block events do not tell of ends.
+        """
         pools: dict[str, int] = {}
         stores: dict[str, int] = {}
-        for position, row in zip(positions[is_last].tolist(), (rows[is_last] & _ID).tolist(), strict=True):
+        previous: list[int] = []
+        base, at_base = points[-1]
+        for position, row in reversed((*points, *ends)):
+            if row == previous:  # neighbours mostly have the same places
+                continue
+            previous = row
             for column, place in enumerate(row):
-                if place and (name := self._table.name(place)):
-                    (pools if column < _NUM_PLACES else stores)[name] = position + 1
-        return pools, stores
+                if place and (position <= base or place in at_base) and (name := self._table.name(place)):
+                    (pools if column < _NUM_PLACES else stores).setdefault(name, position + 1)
+        return PrefixMatch(pools, stores)
 
-    def _extend(
-        self,
-        pools: dict[str, int],
-        stores: dict[str, int],
-        block_hashes: Sequence[bytes],
-        space: bytes,
-        base: int,
-        row: _Rows,
-    ) -> None:
-        """Add the blocks between the last point found, at `base`, and the ends of chains that lie behind it.
-
-        An end counts for a place that has the point before it: block events do not tell of ends.
-        """
-        stop = min(len(block_hashes), int(sample_positions(num_sample_points(base + 1) + 1)[-1]))
-        positions = np.arange(base + 1, stop)
-        if not len(positions):
-            return
-        slots, found = self._look_up(_keys_at(block_hashes, positions, space))
-        known = {*(row & _ID).tolist()}
-        for position, slot in zip(positions[found].tolist(), slots[found].tolist(), strict=True):
-            for column, place in enumerate((self._places[slot] & _ID).tolist()):
-                if place and place in known and (name := self._table.name(place)):
-                    (pools if column < _NUM_PLACES else stores)[name] = position + 1
+    def _rows_at(self, block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> list[tuple[int, list[int]]]:
+        """Return the positions whose blocks are in the index, in order, with the numbers of their places."""
+        keys = _keys_at(block_hashes, positions, space)
+        buckets = self._buckets(keys)
+        hits = (self._keys[buckets] == keys[:, None, None]).ravel().nonzero()[0]  # of [num_keys, 2, 8]
+        if not len(hits):
+            return []
+        slots = buckets.reshape(-1)[hits // _WAYS] * _WAYS + hits % _WAYS
+        rows = (self._places[slots] & _ID).tolist()
+        return list(zip(positions[hits // (2 * _WAYS)].tolist(), rows, strict=True))
 
     # ------------------------------------------------------------------------------------- from this gateway's requests
 
@@ -343,6 +333,12 @@ def num_sample_points(num_blocks: int) -> int:
     return num_blocks.bit_length() if num_blocks < _SPACING else 4 + num_blocks // _SPACING
 
 
+def next_sample_point(position: int) -> int:
+    """Return the position of the sample point that follows one."""
+    end = position + 1
+    return (2 * end if end < _SPACING else end + _SPACING) - 1
+
+
 def sample_positions(num_points: int) -> _Ints:
     """Return the positions of a chain's first sample points, from 0."""
     ends = np.arange(-3, num_points - 3) * _SPACING
@@ -373,4 +369,4 @@ def _keys_at(block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> K
 
 
 def _not_zero(keys: Keys) -> Keys:
-    return np.where(keys == _EMPTY, _ONE, keys)
+    return keys if np.count_nonzero(keys) == len(keys) else np.where(keys == _EMPTY, _ONE, keys)

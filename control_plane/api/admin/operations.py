@@ -49,7 +49,7 @@ async def version(request: Request) -> Response:
 
 
 async def workers(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": services_of(request).fleet.workers()})
+    return Response(await services_of(request).fleet.workers_body(), media_type="application/json")
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Readiness(Protocol):
 
 
 class FleetView(Protocol):
-    def workers(self) -> list[dict[str, Any]]:
-        """Return every worker with its state, load and memory, as plain JSON values."""
+    async def workers_body(self) -> bytes:
+        """Return every worker with its state, load and memory, as the JSON text of a list."""
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         """Return where the metrics of each worker and KV service are, in the form of Prometheus' http_sd."""

@@ -16,7 +16,8 @@ from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.cost_model import HandOver, InFlightEntry, RoutingRequest
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Route, Router, SessionRoute
+from control_plane.routing.router import Route, Router
+from control_plane.routing.session_affinity import SessionRoute
 from control_plane.simulator.engine import Job, Report
 from control_plane.simulator.policies.policy import Placement
 from control_plane.simulator.profiles import FleetProfile, WorkerProfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,8 +30,8 @@ from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, work
 
 
 class Fleet:
-    def workers(self) -> list[dict[str, Any]]:
-        return workers()
+    async def workers_body(self) -> bytes:
+        return json.dumps({"object": "list", "data": workers()}).encode()
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         labels = {"__scheme__": "http", "role": "decode", "worker": "decode-1", "host_id": "host-1"}

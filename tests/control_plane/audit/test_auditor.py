@@ -30,6 +30,7 @@ from tandem_runtime import metrics
 from tandem_runtime.errors import Unavailable
 from tandem_runtime.server import GrpcServer
 from tests.control_plane.scripted_worker import kv_load, kv_service
+from tests.control_plane.worker_rows import worker_rows
 from tests.kv_transfer_svc.host import until
 from tests.loop_turns import counted_turns
 from tests.otlp_sink import OtlpSink
@@ -93,12 +94,12 @@ async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
         report = await auditor.verdict()
         assert report.orphan_bytes == 1 << 20
         assert report.by_service_and_kind() == {("kv-0", "orphaned_region"): 1 << 20}
-        (row,) = FleetStatus(registry, auditor.orphans_of).workers()
+        (row,) = await worker_rows(FleetStatus(registry, auditor.orphans_of))
         (orphan,) = row["orphans"]
         assert (orphan["name"], orphan["num_bytes"], orphan["what"]) == ("region", 1 << 20, KINDS["orphaned_region"])
         kv.tables.ClearField("regions")
         assert (await auditor.audit()).findings == ()
-        assert FleetStatus(registry, auditor.orphans_of).workers()[0]["orphans"] == []
+        assert (await worker_rows(FleetStatus(registry, auditor.orphans_of)))[0]["orphans"] == []
 
 
 async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_the_others() -> None:

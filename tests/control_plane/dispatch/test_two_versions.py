@@ -54,9 +54,10 @@ async def test_two_classes_serve_side_by_side_and_each_is_sent_its_own_fingerpri
     workers.append(ScriptedWorker("e", **NEW))
     async with harness(*workers) as here:
         for number in range(2):
-            here.router.in_flight.decode_tokens["d-life-0" if number else "e-life-0"] = 1000  # room in one group only
+            full = "d-life-0" if number else "e-life-0"  # room in one group only
+            entry = here.router.in_flight.add(full, num_decode_tokens=1000)
             await ask(here, f"r{number}", max_tokens=30)
-            here.router.in_flight.decode_tokens.clear()
+            entry.remove()
         expected = expected_hashes()
         for worker, digest in zip(workers, (FINGERPRINT, FINGERPRINT, b"n" * 16, b"n" * 16), strict=True):
             (submit,) = worker.submits
@@ -126,9 +127,9 @@ async def test_a_worker_of_release_0_2_gets_its_own_hashes_beside_one_that_takes
     cache = CachePolicy.of("on", 80)
     async with harness(old, new) as here:
         for avoided in (new, old):
-            here.router.in_flight.decode_tokens[avoided.incarnation] = 1500
+            entry = here.router.in_flight.add(avoided.incarnation, num_decode_tokens=1500)
             await tokens_of(await here.dispatcher.submit(new_request(request_id="r", token_ids=long, cache=cache)))
-            here.router.in_flight.decode_tokens.clear()
+            entry.remove()
     (legacy,), (submit,) = old.submits, new.submits
     theirs = hash_prompt(FINGERPRINT, long, SALT, grain=32)
     assert (legacy.hash_root, list(legacy.block_hashes)) == (theirs.root, list(theirs.blocks))

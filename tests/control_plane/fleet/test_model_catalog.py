@@ -22,6 +22,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.errors import InternalError, ModelNotFound, Unavailable, Unsupported
 from tandem_runtime.model_table import ModelTable
 from tandem_runtime.server import GrpcServer
+from tests.control_plane.worker_rows import worker_rows
 from tests.tandem_worker.kv_harness import until
 
 TOKENIZER = b'{"model": {}}'
@@ -143,9 +144,8 @@ async def test_a_worker_whose_file_is_malformed_harms_its_own_model_only(config:
             await catalog.get("bad")
     assert [model.model_id for model in catalog.list()] == ["good"]
     assert [(line["event"], line["model"]) for line in lines] == [("model_unusable", "bad")], "once per cause"
-    shown = {
-        row["model"]: row["load"]["error"] for row in FleetStatus(registry, problem_of=catalog.problem_of).workers()
-    }
+    rows = await worker_rows(FleetStatus(registry, problem_of=catalog.problem_of))
+    shown = {row["model"]: row["load"]["error"] for row in rows}
     assert shown["good"] == "" and "tokenizer_config.json of bad is not" in shown["bad"]
     registry.deregister("bad", "bad")
     await catalog.prefetch()

@@ -14,6 +14,7 @@ from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
+from tests.control_plane.worker_rows import rows_of
 
 DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 READY, DRAINING, LOADING = pb.WORKER_STATE_READY, pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_LOADING
@@ -82,7 +83,7 @@ def test_a_worker_alone_does_not_replace_the_card_of_a_model(differs_in: str) ->
     assert (card.context_length, card.chat_template, card.fingerprint.digest) == (512, "", OLD)
     apart = [line for line in lines if line["event"] == "worker_kept_apart"]
     assert [(line["worker"], line["model"], line["differs_in"]) for line in apart] == [("rogue", "m", differs_in)]
-    rows = {row["id"]: row["load"]["error"] for row in FleetStatus(fleet.registry).workers()}
+    rows = {row["id"]: row["load"]["error"] for row in rows_of(FleetStatus(fleet.registry))}
     assert rows["one"] == "" and rows["rogue"].startswith("kept apart: its ")
     assert ("multiple" if differs_in == "block_size" else f"its {differs_in} differs") in rows["rogue"]
     route = Router(fleet.registry).choose(RoutingRequest("m", 40, 9))

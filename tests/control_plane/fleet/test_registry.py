@@ -207,3 +207,32 @@ def test_a_model_is_served_while_a_decode_worker_takes_requests_for_it() -> None
     assert not harness.registry.serves("m")
     harness.beat("one", READY)
     assert harness.registry.serves("m") and not harness.registry.serves("other")
+
+
+def test_kv_services_are_found_by_their_place_while_they_may_be_used() -> None:
+    harness = Harness()
+
+    def register(host: str, state: pb.WorkerState.ValueType = READY, has_store: bool = True) -> None:
+        info = pb.WorkerInfo(
+            worker_id="kv", incarnation="one", role=pb.WORKER_ROLE_KV, host_id=host, address=f"{host}:1"
+        )
+        load = pb.KvServiceLoad(store=pb.KvStoreLoad(total_bytes=1) if has_store else None)
+        harness.registry.register(info, pb.LoadReport(state=state, kv_service=load))
+
+    def places() -> tuple[list[str], list[str]]:
+        registry = harness.registry
+        return [each for each in "ab" if registry.store_of(each)], [
+            each for each in "ab" if registry.has_kv_service(f"{each}:1")
+        ]
+
+    assert places() == ([], [])
+    register("a")
+    assert places() == (["a"], ["a"])
+    register("b", has_store=False)
+    assert places() == ([], ["b"])
+    register("b", DRAINING)
+    assert places() == ([], [])
+    register("b")
+    assert places() == (["b"], ["b"])
+    harness.registry.deregister("kv", "one")
+    assert places() == ([], [])

@@ -12,7 +12,8 @@ import pytest
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
-from control_plane.routing.router import Route, Router, SessionRoute
+from control_plane.routing.router import Route, Router
+from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Overloaded, Unavailable
 from tandem_runtime.kv.spaces import model_identity
@@ -97,7 +98,7 @@ def test_groups_get_work_in_proportion_to_what_is_free() -> None:
     fleet.pair(NEW, "new")
     num_new = fleet.draws(10_000, UNCACHED)["d-new"]
     assert 2_350 <= num_new <= 2_650, "a quarter"
-    fleet.router.in_flight.decode_tokens["d-new"] = 8_000  # half of its pool: 8,000 of 56,000 tokens are free there
+    fleet.router.in_flight.add("d-new", num_decode_tokens=8_000)  # half of its pool: 8,000 of 56,000 tokens are free
     assert 100 <= fleet.draws(1_000, UNCACHED)["d-new"] <= 190
 
 
@@ -114,15 +115,15 @@ def test_a_group_whose_engine_is_slow_gets_as_many_answers_at_once_as_the_other(
     for name, numerics_class in (("d-old", OLD), ("d-new", NEW)):
         counters = {"tokens_generated": speeds[name], "step_seconds": 1.0, "steps": 100.0}
         fleet.add(name, DECODE, numerics_class, load={"counters": counters})
-    answers = fleet.router.in_flight.answers
-    answers.update({"d-old": 8, "d-new": 8})
-    seen = Counter[str]()
+    add, seen = fleet.router.in_flight.add, Counter[str]()
+    answers = {name: [add(name, num_answers=1) for _ in range(8)] for name in speeds}
     for _ in range(5_000):
         busy = [name for name in speeds if answers[name]]
         (ended,) = chance.choices(busy, [speeds[name] for name in busy])
-        answers[ended] -= 1
-        answers[fleet.router.choose(UNCACHED).decode_id] += 1
-        seen.update(answers)
+        answers[ended].pop().remove()
+        chosen = fleet.router.choose(UNCACHED).decode_id
+        answers[chosen].append(add(chosen, num_answers=1))
+        seen.update({name: len(of_worker) for name, of_worker in answers.items()})
     assert 0.4 <= seen["d-new"] / seen.total() <= 0.6, "half of the answers; by pools alone it would be nearly all"
 
 
@@ -257,13 +258,13 @@ def test_of_workers_that_are_about_as_good_each_gets_some() -> None:
         fleet.add(f"d{name}", DECODE)
     fleet.add("pa", PREFILL)
     fleet.add("pb", PREFILL)
-    chosen = Counter(name for _ in range(300) for name in names(fleet.router.choose(PROMPT))[:2])
+    chosen = Counter(name for _ in range(300) for name in names(fleet.router.choose(UNCACHED))[:2])
     assert all(70 <= chosen[f"d{name}"] <= 130 for name in "abc") and all(chosen[f"p{name}"] >= 120 for name in "ab")
-    found = fleet.router.choose(PROMPT).explained()
+    found = fleet.router.choose(UNCACHED).explained()
     assert found.runner_up is not None and found.runner_up.worker not in (found.prefill, "")
     # Seven percent more work, and a worker is none of the best any more.
     fleet.router.in_flight.prefill_tokens["pb"] = 70
-    assert {names(fleet.router.choose(PROMPT))[0] for _ in range(50)} == {"pa"}
+    assert {names(fleet.router.choose(UNCACHED))[0] for _ in range(50)} == {"pa"}
 
 
 def test_the_same_seed_draws_the_same_routes() -> None:

@@ -1,0 +1,331 @@
+"""Scores all workers of a table at once, and lets the few go on to the comparison that could win it.
+
+The scores leave out caches and links: workers that have a part of the prompt, and the session's last one, are
+candidates whatever their score. `Router` compares the candidates with all that is known.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
+from control_plane.routing import rendezvous
+from control_plane.routing.comparison import MAX_COMPARED
+from control_plane.routing.cost_model import (
+    ASSUMED_STEP_MS,
+    EXPECTED_ANSWER_TOKENS,
+    SHARE_OF_OTHERS,
+    CostModel,
+    HandOver,
+    RoutingRequest,
+)
+from control_plane.routing.groups import TIE, Group
+from control_plane.routing.prefix_index import PrefixMatch
+from control_plane.routing.session_affinity import SessionRoute
+from control_plane.routing.worker_table import (
+    ANSWER_RATE,
+    BEAT,
+    BLOCK,
+    LARGEST,
+    LIVE,
+    MAX_RUNNING,
+    MY_ANSWERS,
+    MY_PROMPTS,
+    MY_TOKENS,
+    POOL,
+    RATE,
+    REPORTED,
+    ROOM,
+    RUNNING,
+    WAITS,
+    Bools,
+    Floats,
+    WorkerTable,
+)
+from tandem.v1 import types_pb2 as pb
+
+NUM_CANDIDATES = 4
+"""Of a table with more workers than an explanation shows. A shorter one is compared whole."""
+_NUM_HOLDERS = 2
+"""Candidates for the sake of their pools, and as many for that of their hosts' stores."""
+_ROUNDS = (NUM_CANDIDATES, 4 * NUM_CANDIDATES, 16 * NUM_CANDIDATES, 64 * NUM_CANDIDATES)
+"""Workers that are looked at, until one of them is well."""
+_LAST = 1e12
+"""Added to the score of workers that come after all others."""
+
+
+@dataclass(eq=False)
+class Query:
+    """A request that is routed, and what is the same for all groups of workers."""
+
+    request: RoutingRequest
+    avoid: Collection[str]
+    """Incarnations that refused the request or failed."""
+    last: SessionRoute
+    costs: CostModel
+    numerics_class: str = ""
+    """Only decode workers of this class; "": of any."""
+    homes: set[str] = field(default_factory=set)
+    """Workers that this request goes to at any gateway, unless others are much sooner: nobody has its beginning."""
+    _matches: dict[bytes, PrefixMatch] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> int | None:
+        return rendezvous.key_of(self.request)
+
+    def match(self, space: bytes) -> PrefixMatch:
+        """Return where the prompt's blocks are, of an index space; found once per request."""
+        if space not in self._matches:
+            self._matches[space] = self.costs.match(self.request, space)
+        return self._matches[space]
+
+
+class Shortlist:
+    """Finds the candidates of a request in tables. `among`: only these, well or not; None: all that are well."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        costs: CostModel,
+        health: WorkerHealth,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry, self._costs, self._health = registry, costs, health
+        self._rng, self._clock = rng, clock
+
+    def prefills(self, table: WorkerTable, query: Query, among: Collection[str] | None = None) -> list[Worker]:
+        """Return the prefill workers that may have the prompt soonest."""
+        rates = self._rates(table)
+        queued = self._num_queued(table, rates)
+        score = (queued + query.request.num_prompt_tokens) / rates
+        home = self._home(table, query, query.last.prefill, rates, queued, score)
+        return self._candidates(table, score, query, home, among)
+
+    def decodes(
+        self,
+        table: WorkerTable,
+        query: Query,
+        hand_over_ms: float | None,
+        hand_over: HandOver,
+        among: Collection[str] | None = None,
+    ) -> list[Worker]:
+        """Return the decode workers that may have prompt and answer soonest, of those whose pools could hold them.
+
+        `hand_over_ms`: of the best prefill worker; None: decode computes the prompt.
+        """
+        request, columns = query.request, table.columns
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        held = np.maximum(columns[MY_TOKENS], columns[REPORTED])
+        score = held + num_tokens
+        score /= np.maximum(1.0, columns[POOL])
+        score *= min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (table.step_ms or ASSUMED_STEP_MS)
+        local_ms = self._local_ms(table, request) if hand_over_ms is None or hand_over != "always" else None
+        if local_ms is not None:
+            score += local_ms if hand_over_ms is None else np.minimum(local_ms, hand_over_ms)
+        are_late = columns[ROOM] - columns[MY_TOKENS] < request.num_prompt_tokens
+        are_late |= np.maximum(columns[LIVE], columns[MY_ANSWERS]) >= columns[MAX_RUNNING]
+        if 0 < np.count_nonzero(are_late) < len(table):
+            score[are_late] += _LAST
+        if columns[LARGEST].min() < num_tokens:
+            score[columns[LARGEST] < num_tokens] = np.inf
+        if query.numerics_class:
+            score[[each != query.numerics_class for each in table.classes]] = np.inf
+        if local_ms is not None and hand_over_ms is not None and local_ms[score.argmin()] >= hand_over_ms:
+            score -= hand_over_ms  # the same for all that are about as good: the rest is compared
+        home = self._home(table, query, query.last.decode, np.maximum(1.0, columns[POOL]), held, score)
+        found = self._candidates(table, score, query, home, among)
+        return self._with_an_idle_one(table, score, found) if among is None else found
+
+    def least_bad(self, tables: Iterable[WorkerTable], avoid: Collection[str]) -> set[str]:
+        """Return the workers to use when none is well."""
+        workers = [worker for table in tables for worker in table.workers]
+        return {each.incarnation for each in self._health.usable(workers) if each.incarnation not in avoid}
+
+    def free_capacities(self, groups: Sequence[Group], query: Query) -> list[float]:
+        """Return a weight for each group, as `groups.py` says; all are 1 if nothing is free anywhere."""
+        out, request = [*query.avoid, *self._health.out], query.request
+        speeds = [sum(self._free_speed(table, out) for table in group.prefills) for group in groups]
+        tokens = [sum(_free_tokens(table, request, out) for table in group.decodes) for group in groups]
+        weights = [
+            (min(speed, share) if group.prefills else share) * self._answer_speed(group)
+            for group, speed, share in zip(groups, _shares(speeds), _shares(tokens), strict=True)
+        ]
+        return weights if sum(weights) > 0 else [1.0] * len(groups)
+
+    # ---------------------------------------------------------------------------------------------------- columns
+
+    def _rates(self, table: WorkerTable) -> Floats:
+        """Return the prompt tokens per second of each worker; the mean of its peers before its first prompt."""
+        rates: Floats = table.columns[RATE]
+        if np.count_nonzero(rates) == len(table):
+            return rates
+        return np.where(rates > 0, rates, self._costs.typical_rate(table.key.model_id, table.key.role))
+
+    def _num_queued(self, table: WorkerTable, rates: Floats) -> Floats:
+        """Return `CostModel.num_queued` of each prefill worker."""
+        since = np.maximum(0.0, self._clock() - table.columns[BEAT])
+        since *= rates
+        queued: Floats = np.maximum(table.columns[MY_PROMPTS], table.columns[REPORTED] - since)
+        return queued
+
+    def _local_ms(self, table: WorkerTable, request: RoutingRequest) -> Floats:
+        """Return `CostModel.local_ms` of each worker, were nothing cached."""
+        local_ms: Floats = np.maximum(table.columns[RUNNING], table.columns[MY_ANSWERS])
+        local_ms *= 1000.0 * SHARE_OF_OTHERS * request.num_prompt_tokens
+        local_ms += 1000.0 * request.num_prompt_tokens
+        local_ms += 1000.0 * table.columns[MY_PROMPTS]
+        local_ms /= self._rates(table)
+        return local_ms
+
+    def _free_speed(self, table: WorkerTable, out: Collection[str]) -> float:
+        """Return prompt tokens per second; a queue of a second halves them."""
+        rates = self._rates(table)
+        speeds = rates / (1 + self._num_queued(table, rates) / rates)
+        speeds[table.rows(out)] = 0.0
+        return float(speeds.sum())
+
+    def _answer_speed(self, group: Group) -> float:
+        """Return the tokens per second that one more answer would get at a worker, if all answers there get as many."""
+        total = 0.0
+        for table in group.decodes:
+            rates = table.columns[ANSWER_RATE]
+            if not rates.all():
+                typical = self._costs.typical_answer_rate(table.key.model_id, table.key.role)
+                rates = np.where(rates > 0, rates, typical)
+            total += float(np.sum(rates / (1 + np.maximum(table.columns[MY_ANSWERS], table.columns[LIVE]))))
+        return total / group.num_decodes
+
+    # --------------------------------------------------------------------------------------------------- choosing
+
+    def _home(self, table: WorkerTable, query: Query, last: str, weights: Floats, loads: Floats, score: Floats) -> str:
+        """Return the worker that the request had better go to: its session's last one, or that of its key; or "".
+
+        Where workers of the table have half of the prompt or more, they win over the key's worker; with less (the
+        beginning that all prompts have) the costs decide. Takes workers to avoid out of the scores: inf.
+        """
+        if query.avoid:
+            score[table.rows(query.avoid)] = np.inf
+        if last in table.row_of:
+            return last
+        if query.key is None or _is_held(table, query):
+            return ""
+        may_take = score < _LAST / 2
+        if self._health.out:
+            may_take[table.rows(self._health.out)] = False
+        row = rendezvous.home(table, query.key, weights, loads, may_take)
+        if row is None:
+            return ""
+        query.homes.add(table.incarnations[row])
+        return table.incarnations[row]
+
+    def _candidates(
+        self, table: WorkerTable, score: Floats, query: Query, home: str, among: Collection[str] | None
+    ) -> list[Worker]:
+        """Return some of the workers with the least scores, and those with some of the prompt; inf: never."""
+        if among is not None:
+            score[[each not in among for each in table.incarnations]] = np.inf
+        if len(table) <= MAX_COMPARED:
+            return self._able(table, (score < np.inf).nonzero()[0].tolist(), among)
+        match = query.match(table.key.index_space)
+        wanted = [home, *_deepest(match.pools, table.row_of)]
+        for host in _deepest(match.hosts, table.on_host):
+            wanted.append(min(table.on_host[host], key=lambda each: score[table.row_of[each]]))
+        rows = dict.fromkeys(row for row in table.rows(wanted) if score[row] < np.inf)
+        for number in _ROUNDS:
+            picked = self._pick(score, number)
+            able = self._able(table, {**rows, **dict.fromkeys(picked)}, among)
+            if not picked or not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
+                return able[: len(rows) + NUM_CANDIDATES]
+            score[picked] = np.inf
+        return able
+
+    def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
+        """Add a worker at which a request need not wait, if there is one, and none was found."""
+        waits = table.columns[WAITS]
+        if any(not waits[table.row_of[worker.incarnation]] for worker in found):
+            return found
+        idle = np.where(waits > 0, np.inf, score)
+        return found + self._able(table, self._pick(idle, 1), None)
+
+    def _pick(self, score: Floats, number: int) -> list[int]:
+        """Return rows of the least scores: at random if more than `number` are about as good as the best."""
+        least = float(score.min())
+        if least == np.inf:
+            return []
+        ties = (score <= TIE * least).nonzero()[0]
+        if len(ties) > number:
+            first, stride = int(self._rng.random() * len(ties)), len(ties) // number  # each is as likely as others
+            return ties.take(range(first, first + number * stride, stride), mode="wrap").tolist()  # type: ignore[no-any-return]
+        if len(score) <= number:
+            return (score < np.inf).nonzero()[0].tolist()
+        return [row for row in np.argpartition(score, number)[:number].tolist() if score[row] < np.inf]
+
+    def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
+        """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
+        workers = [table.workers[row] for row in rows]
+        if table.key.role == pb.WORKER_ROLE_PREFILL:
+            workers = [worker for worker in workers if self._registry.has_kv_service(worker.figures.kv_address)]
+        return self._health.well(workers) if among is None else workers
+
+
+def could_hold(table: WorkerTable, num_tokens: int) -> Bools:
+    """Return whether each pool has enough tokens for a request, or is not reported yet."""
+    return np.asarray(table.columns[LARGEST] >= num_tokens)
+
+
+def could_hold_choices(tables: Iterable[WorkerTable], request: RoutingRequest) -> bool:
+    """Return whether all choices fit the workers' pools at once; each needs its prompt's blocks, and one to grow into.
+
+    A hand-over begins when all choices have their blocks. Choices of a prompt that decode computes wait in its queue.
+    """
+    if request.num_choices == 1:
+        return True
+    most = 0.0
+    for table in tables:
+        pool, block = table.columns[POOL], table.columns[BLOCK]
+        if not pool.all():  # one is not reported yet
+            return True
+        fits = could_hold(table, request.num_prompt_tokens + request.max_tokens)
+        num_blocks = np.ceil((request.num_prompt_tokens + 1) / block) + 1
+        most += float(np.sum(pool / block // num_blocks, where=fits))
+    return most >= request.num_choices
+
+
+def largest_pool(groups: Iterable[Group]) -> int:
+    """Return the tokens of the largest pool of the groups' decode workers."""
+    return int(max(table.columns[POOL].max() for group in groups for table in group.decodes))
+
+
+def _free_tokens(table: WorkerTable, request: RoutingRequest, out: Collection[str]) -> float:
+    """Return the tokens of KV pools that no request has taken; 1 for a pool that is not reported yet."""
+    pool = table.columns[POOL]
+    free = pool - np.maximum(table.columns[MY_TOKENS], table.columns[REPORTED])
+    free = np.where(pool > 0, np.maximum(0.0, free), 1.0)
+    free *= could_hold(table, request.num_prompt_tokens + request.max_tokens)
+    free[table.rows(out)] = 0.0
+    return float(free.sum())
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    total = sum(values)
+    return [value / total if total else 0.0 for value in values]
+
+
+def _is_held(table: WorkerTable, query: Query) -> bool:
+    """Return whether a worker of the table, or its host, has half of the prompt or more."""
+    match, least = query.match(table.key.index_space), max(1, len(query.request.block_hashes) // 2)
+    pools = any(number >= least and place in table.row_of for place, number in match.pools.items())
+    return pools or any(number >= least and place in table.on_host for place, number in match.hosts.items())
+
+
+def _deepest(places: Mapping[str, int], known: Container[str]) -> list[str]:
+    """Return the known places that have the most blocks."""
+    return [place for place in sorted(places, key=places.__getitem__, reverse=True) if place in known][:_NUM_HOLDERS]

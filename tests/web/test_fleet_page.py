@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page
 
 from tandem.v1 import types_pb2 as pb
 from tests.herd import GIB, load_of
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet
-from tests.web.browser import opened
+from tests.web.browser import expect, opened
 from tests.web.conftest import OTHER_MODEL, Large, large
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
@@ -28,50 +28,6 @@ async def mebibytes(page: Page, owner: str) -> float:
     text = await page.locator(".legend li", has_text=owner).first.locator("b").inner_text()
     number, unit = text.split()
     return float(number) * {"MiB": 1, "GiB": 1024}[unit]
-
-
-async def test_every_worker_is_there_with_its_state_its_model_and_the_memory_of_its_host(
-    browser: Browser, web_fleet: Fleet
-) -> None:
-    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
-        for name, model in (("prefill-0", "@tandem/demo"), ("decode-1", OTHER_MODEL), ("kv-0", "")):
-            await expect(row(page, name)).to_contain_text("ready")
-            await expect(row(page, name)).to_contain_text(model)
-        bar = page.get_by_role("img", name=re.compile("^Memory of the host: Prefill .* Decode .* Encode .* Free "))
-        await expect(bar).to_be_visible()
-        await expect(page.locator(".stat", has_text="Workers ready")).to_contain_text("5 of 5")
-
-
-async def test_a_worker_drains_after_a_question_and_is_taken_back(browser: Browser, web_fleet: Fleet) -> None:
-    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
-        await page.get_by_role("button", name="Drain decode-1").click()
-        dialog = page.get_by_role("dialog", name="Drain decode-1?")
-        await expect(dialog).to_contain_text(f"No other decode worker of {OTHER_MODEL} is ready.")
-        await page.keyboard.press("Escape")
-        await expect(dialog).to_have_count(0)
-        await expect(row(page, "decode-1")).to_contain_text("ready")
-        await page.get_by_role("button", name="Drain decode-1").click()
-        await dialog.get_by_role("button", name="Drain").click()
-        await expect(row(page, "decode-1")).to_contain_text("draining")
-        await page.get_by_role("button", name="Resume decode-1").click()
-        await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
-        await expect(row(page, "decode-1")).to_contain_text("ready")
-        await page.get_by_role("link", name="Events").click()
-        await expect(page.locator(".events li", has_text="worker draining").first).to_be_visible()
-
-
-async def test_memory_falls_when_a_worker_ends(browser: Browser, web_fleet: Fleet, tiny_model: Path) -> None:
-    flags = ("--model", str(tiny_model), "--served-model-name", OTHER_MODEL)
-    extra = web_fleet.start("decode", "decode-2", *SMALL, *flags)
-    await web_fleet.ready("decode-2")
-    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
-        await expect(row(page, "decode-2")).to_contain_text("ready")
-        before = await mebibytes(page, "Decode")
-        extra.kill(signal.SIGTERM)
-        await web_fleet.ended(extra)
-        del web_fleet.services["decode-2"]
-        await expect(row(page, "decode-2")).to_have_count(0)
-        assert await mebibytes(page, "Decode") < before - 50
 
 
 async def test_two_hundred_workers_are_folded_by_host_and_found_by_a_search(
@@ -135,6 +91,50 @@ async def test_a_lost_gateway_is_said_and_found_again(browser: Browser, tmp_path
             await fleet.drain_gateway()
             await expect(page.locator("header")).to_contain_text("reconnecting")
             await expect(page.get_by_text("What you see is the last known state.")).to_be_visible()
+
+
+async def test_every_worker_is_there_with_its_state_its_model_and_the_memory_of_its_host(
+    browser: Browser, web_fleet: Fleet
+) -> None:
+    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
+        for name, model in (("prefill-0", "@tandem/demo"), ("decode-1", OTHER_MODEL), ("kv-0", "")):
+            await expect(row(page, name)).to_contain_text("ready")
+            await expect(row(page, name)).to_contain_text(model)
+        bar = page.get_by_role("img", name=re.compile("^Memory of the host: Prefill .* Decode .* Encode .* Free "))
+        await expect(bar).to_be_visible()
+        await expect(page.locator(".stat", has_text="Workers ready")).to_contain_text("5 of 5")
+
+
+async def test_a_worker_drains_after_a_question_and_is_taken_back(browser: Browser, web_fleet: Fleet) -> None:
+    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
+        await page.get_by_role("button", name="Drain decode-1").click()
+        dialog = page.get_by_role("dialog", name="Drain decode-1?")
+        await expect(dialog).to_contain_text(f"No other decode worker of {OTHER_MODEL} is ready.")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_have_count(0)
+        await expect(row(page, "decode-1")).to_contain_text("ready")
+        await page.get_by_role("button", name="Drain decode-1").click()
+        await dialog.get_by_role("button", name="Drain").click()
+        await expect(row(page, "decode-1")).to_contain_text("draining")
+        await page.get_by_role("button", name="Resume decode-1").click()
+        await page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+        await expect(row(page, "decode-1")).to_contain_text("ready")
+        await page.get_by_role("link", name="Events").click()
+        await expect(page.locator(".events li", has_text="worker draining").first).to_be_visible()
+
+
+async def test_memory_falls_when_a_worker_ends(browser: Browser, web_fleet: Fleet, tiny_model: Path) -> None:
+    flags = ("--model", str(tiny_model), "--served-model-name", OTHER_MODEL)
+    extra = web_fleet.start("decode", "decode-2", *SMALL, *flags)
+    await web_fleet.ready("decode-2")
+    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
+        await expect(row(page, "decode-2")).to_contain_text("ready")
+        before = await mebibytes(page, "Decode")
+        extra.kill(signal.SIGTERM)
+        await web_fleet.ended(extra)
+        del web_fleet.services["decode-2"]
+        await expect(row(page, "decode-2")).to_have_count(0)
+        assert await mebibytes(page, "Decode") < before - 50
 
 
 def _with_unknown_owners(load: pb.LoadReport) -> pb.LoadReport:

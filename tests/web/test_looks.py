@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page
 
 from tests.herd import load_of
 from tests.system.fleet import Fleet
 from tests.system.streams import MODEL, client
-from tests.web.browser import DESKTOP, PHONE, findings, opened, picture
+from tests.web.browser import DESKTOP, PHONE, expect, findings, opened, picture
 from tests.web.conftest import Large
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]

@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, Request, expect
+from playwright.async_api import Browser, Page, Request
 
 from tests.system.fleet import Fleet, until
 from tests.system.streams import MODEL
-from tests.web.browser import opened
+from tests.web.browser import expect, opened
 from tests.web.conftest import OTHER_MODEL, Slow
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]

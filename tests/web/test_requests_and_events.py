@@ -7,11 +7,11 @@ import re
 
 import httpx
 import pytest
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser
 
 from tests.system.fleet import Fleet
 from tests.system.streams import MODEL, client
-from tests.web.browser import opened
+from tests.web.browser import expect, opened
 from tests.web.conftest import Slow
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]

@@ -60,7 +60,7 @@ class WorkerColumns:
 
     def _mean(self, column: int, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
         rates = [table.columns[column] for table in self._tables.get((role, model_id), {}).values()]
-        num_known = sum(map(np.count_nonzero, rates))
+        num_known = sum(int(np.count_nonzero(each)) for each in rates)
         return sum(float(each.sum()) for each in rates) / num_known if num_known else None
 
     def _of(self, role: pb.WorkerRole.ValueType, request: RoutingRequest) -> list[WorkerTable]:

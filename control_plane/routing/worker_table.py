@@ -134,7 +134,7 @@ class WorkerTable:
 
     def _rows_changed(self) -> None:
         steps = self.columns[STEP]
-        num_known = np.count_nonzero(steps)
+        num_known = int(np.count_nonzero(steps))
         self.step_ms = float(steps.sum()) / num_known if num_known else None
 
     def rows(self, incarnations: Collection[str]) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import pytest
@@ -105,6 +108,28 @@ def test_a_route_costs_as_much_as_the_best_of_all_workers(
     for route in routes:
         assert route.cost[0] == best.cost[0] and route.cost[1] <= TIE * TIE * best.cost[1]
         assert (route.prefill is None) == (best.prefill is None) or route.cost[1] <= TIE * best.cost[1]
+
+
+def _types(value: object) -> set[type]:
+    """Return the types of all numbers in a value, in its mappings, its sequences and its fields."""
+    if isinstance(value, Mapping):
+        return set().union(*map(_types, value.values()))
+    if isinstance(value, tuple | list):
+        return set().union(*map(_types, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, Worker):
+        return set().union(*(_types(getattr(value, each.name)) for each in dataclasses.fields(value)))
+    return {type(value)} if isinstance(value, Real) else set()
+
+
+@pytest.mark.parametrize("hand_over", ["if_cheaper", "always", "never"])
+def test_the_numbers_of_a_route_are_pythons_own_for_its_explanation_is_written_as_json(hand_over: str) -> None:
+    harness = Harness()
+    harness.busy()
+    harness.add("p-new", PREFILL, "h0")  # no rate of its own is known
+    harness.add("d-new", DECODE, "h0")
+    for request in (PROMPT, UNCACHED):
+        route = harness.router.choose(dataclasses.replace(request, hand_over=hand_over))  # type: ignore[arg-type]
+        assert float in _types(route) <= {int, float, bool}
 
 
 def test_idle_workers_are_all_chosen_now_and_then() -> None:

@@ -100,7 +100,7 @@ def _stand_ins(processes: Processes, folder: Path) -> None:
 
 
 def _engines(processes: Processes, folder: Path) -> None:
-    checkpoint = made(folder, "tiny")
+    checkpoint = made(folder, "long")
     for model in MODELS:
         processes.engine(
             *(f"worker-{model}", "--model", str(checkpoint), "--served-model-name", model, "--dtype", "float32"),

@@ -5,7 +5,7 @@
     python -m benchmarks.overload --simulated [--quick]
 
 Two gateways and the client have the first core, the workers of two models the last one. The workers are real, with a
-tiny model, and their speed is measured first; with `--stand-ins` they emit tokens at a pace, so the capacity is known.
+small model, and their speed is measured first; with `--stand-ins` they emit tokens at a pace, so the capacity is known.
 Arrivals are random (Poisson, seeded), and nobody comes again. A greedy account asks for 80 % at both gateways, a small
 one for 10 % at one of them, and another one for 10 % at both. The same arrivals go through the simulator: what would
 have become of the refused, had all been accepted? `--gateways` compares numbers of gateways at 3 times the capacity,

@@ -28,7 +28,7 @@ MODELS = ("one", "two")
 FIRST_CORE, LAST_CORE = ALL_CORES[0], ALL_CORES[-1]
 _STAND_IN_SEATS, _STAND_IN_TOKEN_SECONDS = 8, 0.09
 STAND_IN_SIZES = Sizes((8, 64), (10, 30))
-_ENGINE_SEATS = 8
+_ENGINE_SEATS = 4
 ENGINE_SIZES = Sizes((16, 256), (120, 280))
 _MAX_MODEL_LEN = 1024
 _READY_SECONDS = 180.0
@@ -100,7 +100,7 @@ def _stand_ins(processes: Processes, folder: Path) -> None:
 
 
 def _engines(processes: Processes, folder: Path) -> None:
-    checkpoint = made(folder, "tiny")
+    checkpoint = made(folder, "long")
     for model in MODELS:
         processes.engine(
             *(f"worker-{model}", "--model", str(checkpoint), "--served-model-name", model, "--dtype", "float32"),

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.async_api import Browser, ConsoleMessage, Locator, LocatorAssertions, Page, Request
+from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request
 from playwright.async_api import expect as playwright_expect
 
 FOLDER = Path(__file__).parent
@@ -91,9 +91,9 @@ class _Often:
         return often
 
 
-def expect(actual: Locator) -> LocatorAssertions:
+def expect(actual: Locator) -> _Often:
     """Return Playwright's assertions about a part of a page; they wait for it to become so, for 5 s at most."""
-    return cast(LocatorAssertions, _Often(actual))
+    return _Often(actual)
 
 
 @asynccontextmanager

@@ -120,7 +120,7 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         uses_grants=front.grants.is_used,
     )
     stream.send(pb.Event(hello=reply))
-    if hello.takes_used_elsewhere:
-        front.other_use.tell(stream)
     if hello.uses_grants:
         front.grants.attach(stream)
+    elif hello.takes_used_elsewhere:  # the parts in grants say the same
+        front.other_use.tell(stream)

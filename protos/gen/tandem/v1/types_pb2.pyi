@@ -1655,7 +1655,7 @@ class Event(message.Message):
 
     @builtins.property
     def used_elsewhere(self) -> UsedElsewhere:
-        """only to a gateway whose hello has takes_used_elsewhere"""
+        """only to a gateway whose hello has takes_used_elsewhere and not uses_grants"""
 
     def __init__(
         self,

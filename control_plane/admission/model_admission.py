@@ -24,11 +24,14 @@ from control_plane.admission.waiting_demand import WaitingDemand
 _HALF_LIFE_SECONDS = 10.0
 """The rate at which waiting requests are let in forgets a half in so long a time in which any waited."""
 _NUM_ROUNDS = 4
-_SURE = 0.6
+SURE = 0.6
 """A request may wait if its predicted wait is at most that part of what it may be: predictions are off by a fifth or
 more, and who waits in vain is refused late."""
 _LAST = 0.9
 """Who has not had its turn by then gets none: the prompt takes time, too."""
+_LULL = 4.0
+"""Until the rate is measured, so much more is let wait: before, workers computed fewer requests at once, each at a
+higher price, and a burst of requests ends that much sooner than their prices tell."""
 _MIN_LET_IN, _MIN_SECONDS = 4, 0.5
 """Before the rate is known."""
 
@@ -352,7 +355,9 @@ class ModelAdmission:
             return None
         predicted = self.predicted_wait_seconds(newcomer, now)
         longest = longest_wait(budget, seconds)
-        return predicted if predicted is not None and predicted > _SURE * longest > 0 else None
+        if predicted is not None and not self._rate.is_measured(now) and predicted <= _LULL * SURE * longest:
+            return None
+        return predicted if predicted is not None and predicted > SURE * longest > 0 else None
 
     def __iter__(self) -> Iterator[Waiter]:
         yield from self._moving
@@ -387,11 +392,20 @@ class _Rate:
     _num_recent: float = 0.0
     """Requests of that sum, forgotten as it is."""
     _num_let_in: int = 0
+    _began_at: float = 0.0
+    """When requests began to wait that wait now, or waited last."""
+    _num_let_in_since: int = 0
 
     def waits(self, now: float) -> None:
         """At least one request waits from now on."""
         self._advance(now)
-        self._busy_since = now
+        self._busy_since = self._began_at = now
+        self._num_let_in_since = 0
+
+    def is_measured(self, now: float) -> bool:
+        """Whether enough were let in since requests began to wait: before, the rate is that of another load."""
+        is_long = self._busy_since is not None and now - self._began_at >= _MIN_SECONDS
+        return is_long and self._num_let_in_since >= _MIN_LET_IN
 
     def nobody_waits(self, now: float) -> None:
         self._advance(now)
@@ -402,11 +416,13 @@ class _Rate:
         self._let_in_ms += cost_ms
         self._num_recent += 1
         self._num_let_in += 1
+        self._num_let_in_since += 1
 
     def take_back(self, cost_ms: float) -> None:
         self._let_in_ms = max(0.0, self._let_in_ms - cost_ms)
         self._num_recent = max(0.0, self._num_recent - 1)
         self._num_let_in -= 1
+        self._num_let_in_since -= 1
 
     def scale(self, factor: float) -> None:
         """The unit of costs has changed."""

@@ -15,7 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from control_plane.admission.budgets import BudgetTable
-from control_plane.admission.model_admission import Bounds, Full, ModelAdmission, Waiter, longest_wait, seconds_left
+from control_plane.admission.model_admission import (
+    SURE,
+    Bounds,
+    Full,
+    ModelAdmission,
+    Waiter,
+    longest_wait,
+    seconds_left,
+)
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.waiting_demand import WaitingDemand
 from control_plane.dispatch.admission_counts import AdmissionCounts
@@ -159,11 +167,12 @@ class AdmissionQueue:
         budget = self._budgets.of(model_id)
         predicted = self.room(model_id).too_late_seconds(waiter, budget, seconds, self._clock())
         if predicted is not None:
+            longest = longest_wait(budget, seconds)
             self.counts.refused(model_id, "late")
             raise Overloaded(
                 f"{self.num_waiting(model_id)} requests wait for {model_id}, and this one would wait for about "
-                f"{predicted:.0f} s, more than {longest_wait(budget, seconds):g} s; try again later, or add workers of "
-                "the model",
+                f"{predicted:.0f} s, more than {SURE * longest:.3g} s, the safe part of its limit of {longest:g} s; "
+                "try again later, or add workers of the model",
                 retry_after_seconds=self._with_jitter(predicted),
             )
 

@@ -130,7 +130,7 @@ async def fleet(num_gateways: int) -> AsyncIterator[tuple[Device, list[Gateway]]
     device.address = await server.start()
     gateways = [Gateway(device) for _ in range(num_gateways)]
     try:
-        await until(lambda: all(gateway.links.is_attached("worker-1") for gateway in gateways))
+        await until(lambda: all(_has_grant(gateway) for gateway in gateways))
         yield device, gateways
     finally:
         for gateway in gateways:
@@ -138,6 +138,12 @@ async def fleet(num_gateways: int) -> AsyncIterator[tuple[Device, list[Gateway]]
         await server.stop(0)
         await device.front.close()
         await asyncio.wait_for(device.pump, 10)
+
+
+def _has_grant(gateway: Gateway) -> bool:
+    """Whether a first grant has come: until then a gateway sends some requests unasked, which may be refused."""
+    attachment = gateway.links.attachment("worker-1")
+    return attachment is not None and attachment.left() is not None
 
 
 async def serve(device: Device, num_tokens: int) -> Counter[str]:

@@ -75,8 +75,8 @@ class DemandReports:
         demand, num_workers = self._queue.demand(model_id), 0
         if demand.differs(model.sent):
             model.sent, message = demand, _message(demand)
-            for worker in self._registry.workers(pb.WORKER_ROLE_DECODE):
-                if worker.info.card.model_id == model_id:
+            for worker in self._registry.workers_of(model_id):
+                if worker.role == pb.WORKER_ROLE_DECODE:
                     num_workers += self._links.report_waiting(worker.incarnation, message)
         seconds = max(_LEAST_SECONDS, _SECONDS_PER_WORKER * num_workers)
         model.timer = asyncio.get_running_loop().call_later(seconds, self._report, model_id)

@@ -126,8 +126,8 @@ class RoomKeeper:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self.rooms.forget(worker.incarnation)
-            self._queue.room(worker.info.card.model_id).worker_gone(worker.incarnation)
-            self._models.pop(worker.incarnation, None)
+            if (model_id := self._models.pop(worker.incarnation, None)) is not None:
+                self._queue.room(model_id).worker_gone(worker.incarnation)
             return
         self._take(worker)
         if worker.is_usable and worker.info.card.model_id:

@@ -75,12 +75,14 @@ MakeAsk = Callable[[int, int], Ask]
 
 
 async def test_requests_spread_over_two_of_each(fleet: Fleet, ask: MakeAsk) -> None:
+    """New workers grant few places at first, and the one whose first token comes sooner gets the requests that wait."""
     question = ask(55, 40)
-    routes = await asyncio.gather(*(question.of(fleet) for _ in range(24)))
-    for role in ("prefill", "decode"):
-        counts = Counter(route[role] for route in routes)
-        assert set(counts) == {f"{role}-0", f"{role}-1"}
-        assert min(counts.values()) >= 8, counts
+    for are_new in (True, False):
+        routes = await asyncio.gather(*(question.of(fleet) for _ in range(24)))
+        by_role = {role: Counter(route[role] for route in routes) for role in ("prefill", "decode")}
+        for role, counts in by_role.items():  # by speed, which the first prompts have measured
+            assert set(counts) == {f"{role}-0", f"{role}-1"}, by_role
+        assert are_new or min(by_role["decode"].values()) >= 8, by_role
     await fleet.pools_are_full()
 
 

@@ -70,7 +70,7 @@ async def full_queue(scene: Scene) -> AsyncIterator[None]:
 
 async def _ask_often(scene: Scene, number: int) -> None:
     for turn in range(1_000_000):
-        if await scene.ask(f"{number} {turn}: " + "Tell me more about KV caches. " * 12, 300, ignore_eos=True) == 429:
+        if await scene.ask(f"{number} {turn}: " + "Tell me more about KV caches. " * 12, 60, ignore_eos=True) == 429:
             await asyncio.sleep(0.05)  # as hasty clients do
 
 

@@ -94,7 +94,13 @@ class Scene:
 async def open_scene(folder: Path) -> AsyncIterator[Scene]:
     """Start the fleet and Prometheus; both have ended after the block."""
     metrics.configure("control-plane", None)
-    control = {"audit_seconds": 0.3, "audit_grace_seconds": 1.0, "max_waiting": 8, "budgets": DEFAULT_BUDGETS}
+    control: dict[str, Any] = {
+        "audit_seconds": 0.3,
+        "audit_grace_seconds": 1.0,
+        "suspect_seconds": 2.0,
+        "gone_seconds": 3.0,
+    }
+    control |= {"max_waiting": 8, "budgets": DEFAULT_BUDGETS}
     try:
         fleet = Fleet(folder, certificates=True, certificate_seconds=CERTIFICATE_SECONDS, **control)
         async with fleet, client(fleet.base_url) as http:

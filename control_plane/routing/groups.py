@@ -1,8 +1,9 @@
 """Groups a model's workers by the KV blocks that they can pass to each other, and weighs the groups.
 
 Workers of one space have equal blocks: of one numerics class and layout, or of one family of layouts where the model's
-exactness is "layout". A prompt that a prefill worker computes goes to a decode worker of the same group. During an
-upgrade, and on mixed hardware, a model has several groups.
+exactness is "layout". A prompt that a prefill worker computes goes to a decode worker of the same space. The decode
+workers of a group are of one numerics class, so about equally fast; its prefill workers are those of the space. During
+an upgrade, and on mixed hardware, a model has several groups.
 
 The group of a new request is drawn at random, in proportion to free capacity. A group's capacity is the smaller of its
 share of the model's prefill speed and its share of the model's KV pools; without prefill workers, the latter. It counts
@@ -25,7 +26,7 @@ TIE = 1.05
 
 
 class Group(NamedTuple):
-    """The tables of the workers of one space that a request may go to."""
+    """The tables of the workers of one space that a request may go to; the decode workers are of one class."""
 
     space: bytes
     decodes: list[WorkerTable]

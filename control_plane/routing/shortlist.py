@@ -121,6 +121,8 @@ class Shortlist:
 
         `hand_over_ms`: of the best prefill worker; None: decode computes the prompt.
         """
+        if query.numerics_class not in ("", table.key.numerics_class):
+            return []
         request, columns = query.request, table.columns
         num_tokens = request.num_prompt_tokens + request.max_tokens
         held = np.maximum(columns[MY_TOKENS], columns[REPORTED])
@@ -136,8 +138,6 @@ class Shortlist:
             score[are_late] += _LAST
         if columns[LARGEST].min() < num_tokens:
             score[columns[LARGEST] < num_tokens] = np.inf
-        if query.numerics_class:
-            score[[each != query.numerics_class for each in table.classes]] = np.inf
         if local_ms is not None and hand_over_ms is not None and local_ms[score.argmin()] >= hand_over_ms:
             score -= hand_over_ms  # the same for all that are about as good: the rest is compared
         home = self._home(table, query, query.last.decode, np.maximum(1.0, columns[POOL]), held, score)

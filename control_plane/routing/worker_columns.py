@@ -43,12 +43,14 @@ class WorkerColumns:
 
     def groups(self, request: RoutingRequest) -> list[Group]:
         """Return the groups that have decode workers for a request, in the order of their first ones."""
-        groups: dict[bytes, Group] = {}
+        groups: dict[tuple[bytes, str], Group] = {}
         for table in self._of(pb.WORKER_ROLE_DECODE, request):
-            groups.setdefault(table.key.space, Group(table.key.space, [], [])).decodes.append(table)
+            key = table.key.space, table.key.numerics_class
+            groups.setdefault(key, Group(table.key.space, [], [])).decodes.append(table)
         for table in self._of(pb.WORKER_ROLE_PREFILL, request):
-            if table.key.space in groups:
-                groups[table.key.space].prefills.append(table)
+            for group in groups.values():
+                if group.space == table.key.space:
+                    group.prefills.append(table)
         return list(groups.values())
 
     def prompt_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
@@ -73,7 +75,8 @@ class WorkerColumns:
         self._remove(worker.incarnation)
         model_id = worker.info.card.model_id
         if is_here and worker.role in _ROLES and worker.is_usable and model_id:
-            key = TableKey(worker.role, model_id, worker.identity, worker.space, index_space(worker))
+            decode_class = worker.figures.numerics_class if worker.role == pb.WORKER_ROLE_DECODE else ""
+            key = TableKey(worker.role, model_id, worker.identity, worker.space, index_space(worker), decode_class)
             tables = self._tables.setdefault((worker.role, model_id), {})
             table = self._table_of[worker.incarnation] = tables.setdefault(key, WorkerTable(key))
             table.put(worker, self._values(worker))

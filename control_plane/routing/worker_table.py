@@ -59,6 +59,8 @@ class TableKey(NamedTuple):
     space: bytes
     index_space: bytes
     """The space of the workers' blocks in the prefix index."""
+    numerics_class: str
+    """Of decode workers; "" for prefill workers, which compute for all classes of a space."""
 
 
 class WorkerTable:
@@ -69,8 +71,6 @@ class WorkerTable:
         self.incarnations: list[str] = []
         self.workers: list[Worker] = []
         """As of their last reports."""
-        self.classes: list[str] = []
-        """Numerics classes."""
         self.row_of: dict[str, int] = {}
         self.on_host: dict[str, dict[str, None]] = {}
         self.columns: Floats = np.zeros((MY_ANSWERS + 1, 0))
@@ -99,7 +99,6 @@ class WorkerTable:
             self.row_of[worker.incarnation] = row
             self.incarnations.append(worker.incarnation)
             self.workers.append(worker)
-            self.classes.append(worker.figures.numerics_class)
             self._hosts[worker.incarnation] = worker.info.host_id
             self.on_host.setdefault(worker.info.host_id, {})[worker.incarnation] = None
             self._resized()
@@ -115,9 +114,8 @@ class WorkerTable:
         if not self.on_host[host]:
             del self.on_host[host]
         self.incarnations[row], self.workers[row] = self.incarnations[last], self.workers[last]
-        self.classes[row] = self.classes[last]
-        for rows in (self.incarnations, self.workers, self.classes):
-            rows.pop()
+        self.incarnations.pop()
+        self.workers.pop()
         if row != last:
             self.row_of[self.incarnations[row]] = row
             self._values[:, row] = self._values[:, last]

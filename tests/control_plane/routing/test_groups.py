@@ -109,12 +109,19 @@ def test_the_scarcer_half_of_a_group_is_its_capacity() -> None:
     assert 240 <= fleet.draws(1_000, UNCACHED)["d-new"] <= 330, "min(1/2, 1/5) against min(1/2, 4/5): 2/7"
 
 
-def test_a_group_whose_engine_is_slow_gets_as_many_answers_at_once_as_the_other() -> None:
+@pytest.mark.parametrize("exactness", ["class", "layout"])
+def test_a_group_whose_engine_is_slow_gets_as_many_answers_at_once_as_the_other(exactness: str) -> None:
     """Answers end in proportion to the speeds; each that ends is followed by another."""
     fleet, speeds, chance = Fleet(), {"d-old": 4_000.0, "d-new": 1_000.0}, random.Random(3)
+    rates = {"d-old": 500, "d-new": 1_000}  # the one that reads prompts faster is not the one that answers faster
     for name, numerics_class in (("d-old", OLD), ("d-new", NEW)):
         counters = {"tokens_generated": speeds[name], "step_seconds": 1.0, "steps": 100.0}
-        fleet.add(name, DECODE, numerics_class, load={"counters": counters})
+        fleet.add(name, DECODE, numerics_class, load={"counters": counters}, exactness=exactness)
+        fleet.router.costs.prompt_read(
+            name, pb.PhaseLedger(scheduled_ns=1, first_token_ns=10**9, num_computed_tokens=rates[name])
+        )
+    spaces = {worker.space for worker in fleet.registry.workers(DECODE)}
+    assert len(spaces) == (1 if exactness == "layout" else 2), "classes of one space are groups, too"
     add, seen = fleet.router.in_flight.add, Counter[str]()
     answers = {name: [add(name, num_answers=1) for _ in range(8)] for name in speeds}
     for _ in range(5_000):

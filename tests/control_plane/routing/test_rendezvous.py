@@ -23,7 +23,7 @@ NUM_KEYS = 4_000
 
 def table_of(*workers: tuple[str, str]) -> WorkerTable:
     """Return a table of workers of these names, on these hosts."""
-    table = WorkerTable(TableKey(DECODE, "m", b"", b"", b""))
+    table = WorkerTable(TableKey(DECODE, "m", b"", b"", b"", ""))
     for name, host in workers:
         info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=DECODE, host_id=host)
         table.put(Worker(info, pb.LoadReport(), 0.0), [0.0] * (MY_ANSWERS + 1))

@@ -287,7 +287,6 @@ class Gateway:
         await self._encoder_clients.close()
         await self._kv_clients.close()
         await self._block_events.close()
-        self._registration.close()
         await grpc_server.stop(grace_seconds=1.0)
         await self.metrics.stop()
         for task in ended:
@@ -338,7 +337,7 @@ class Gateway:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         settings = self._settings
-        self._registration = service = ControlPlaneService(
+        service = ControlPlaneService(
             self.registry,
             kv_keys(self._secret),
             settings.replicas,

@@ -6,8 +6,7 @@ One task per replica, in these states:
     away  --refused, no answer->  away, later registered  --beat unknown-->    away, at once
                                               registered  --no answer-->       away
 
-The replicas are the configured addresses and those named in replies of replicas that answer. Heartbeats are messages of
-one stream per replica; a stream that ends is a replica that does not answer.
+The replicas are the configured addresses and those named in replies of replicas that answer.
 """
 
 from __future__ import annotations
@@ -15,23 +14,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import grpc
 
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceStub
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    PeerUnauthenticated,
-    TandemError,
-    Unavailable,
-    Unsupported,
-)
+from tandem_runtime.errors import InvalidRequest, PeerUnauthenticated, TandemError, Unavailable
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import split_address
@@ -202,10 +191,6 @@ class _Replica:
         self._woken = asyncio.Event()
         self._channel = open_channel(address, owner.member, "gateway")
         self._stub = ControlPlaneServiceStub(self._channel)
-        self._beats: Any = None
-        """The open stream of heartbeats."""
-        self._takes_stream = True
-        """Whether the replica has the stream; those of earlier releases do not."""
         self._task = asyncio.create_task(self._run(), name=f"registration-{address}")
 
     def wake(self) -> None:
@@ -220,7 +205,6 @@ class _Replica:
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._end_stream()
         if self.is_registered:
             await self._deregister()
         await self._channel.close()
@@ -238,7 +222,6 @@ class _Replica:
                 log.exception("registration_failed", control_plane=self._address)
                 self._failed(repr(error))
             await self._pause()
-        self._end_stream()
         await self._channel.close()
 
     async def _call(self) -> None:
@@ -257,50 +240,17 @@ class _Replica:
         self._sent_version = version
         self._interval_seconds = reply.heartbeat_interval_ms / 1000 or _DEFAULT_INTERVAL_SECONDS
         self._heard(reply)
-        self.is_registered = self._takes_stream = True
+        self.is_registered = True
         self.keys = KvKeys.of(reply)
         self._owner.accepted(reply)
 
     async def _beat(self) -> None:
-        request = self._owner.heartbeat_request()
-        if self._takes_stream:
-            try:
-                reply = await self._streamed(request)
-            except Unsupported:
-                self._takes_stream = False  # until it registers us again
-        if not self._takes_stream:
-            reply = await self._stub.Heartbeat(request, timeout=CALL_SECONDS)
+        reply = await self._stub.Heartbeat(self._owner.heartbeat_request(), timeout=CALL_SECONDS)
         if reply.known:
             self._heard(reply)
         else:
             log.info("reregister_required", control_plane=self._address)
             self.is_registered = False
-
-    async def _streamed(self, request: cp.HeartbeatRequest) -> cp.HeartbeatReply:
-        """Send a heartbeat on the stream, which is opened with the first one; return the reply to this one."""
-        if self._beats is None:
-            self._beats = self._stub.Heartbeats()
-        try:
-            async with asyncio.timeout(CALL_SECONDS):
-                try:
-                    await self._beats.write(request)
-                except Unavailable:
-                    log.debug("heartbeats_ended", control_plane=self._address)  # reading tells why
-                reply = await self._beats.read()
-            if reply is grpc.aio.EOF:
-                raise Unavailable("the control plane ended the stream of heartbeats")
-        except BaseException as error:
-            self._end_stream()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"no reply to a heartbeat within {CALL_SECONDS} s") from None
-            raise
-        assert isinstance(reply, cp.HeartbeatReply)
-        return reply
-
-    def _end_stream(self) -> None:
-        if self._beats is not None:
-            self._beats.cancel()
-            self._beats = None
 
     async def _deregister(self) -> None:
         info = self._owner.info
@@ -320,7 +270,6 @@ class _Replica:
 
     def _failed(self, reason: str) -> None:
         self._num_failures += 1
-        self._end_stream()
         if self._num_failures == 1:
             log.warning("control_plane_unreachable", control_plane=self._address, reason=reason)
         self.is_registered = False

@@ -1,10 +1,9 @@
-"""Measures what block events and heartbeats of 1,000 workers cost a gateway: processor, messages, memory, start.
+"""Measures what block events of 1,000 workers cost a gateway: processor, messages, memory, time after a restart.
 
     python -m benchmarks.block_events [--quick] [--json FILE] [--markdown FILE]
 
 125 KV services with 8 workers each stand in other processes (`hosts.py`), and tell by real gRPC of workers that each
-store and evict 500 blocks a second; each worker sends a heartbeat every second. This process is the gateway: the real
-reader, the real index and the real registry behind its gRPC server.
+store and evict 500 blocks a second. This process is the gateway: the real reader and the real index.
 """
 
 from __future__ import annotations
@@ -14,26 +13,20 @@ import gc
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks.block_events.hosts import BLOCKS_PER_PROMPT, POINTS_PER_PROMPT, PROMPTS_PER_SECOND
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from control_plane.block_events import BlockEventReader
-from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.sample_points import SamplePointIndex
-from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
-from tandem_runtime.kv.keys import KvKeys
-from tandem_runtime.server import GrpcServer
 
 MAX_CPU_SHARE = 0.2
 MAX_MESSAGES_PER_SECOND = 1_500
@@ -97,8 +90,8 @@ class Lags:
 
 
 @asynccontextmanager
-async def fleet(size: Size, num_prompts: int, control: str) -> AsyncIterator[list[str]]:
-    """Start the stand-ins, which report to `control`; yield their addresses."""
+async def fleet(size: Size, num_prompts: int) -> AsyncIterator[list[str]]:
+    """Start the stand-ins; yield their addresses."""
     firsts = [size.num_hosts * each // size.num_processes for each in range(size.num_processes + 1)]
     processes = []
     try:
@@ -111,9 +104,6 @@ async def fleet(size: Size, num_prompts: int, control: str) -> AsyncIterator[lis
         for process in processes:
             assert process.stdout is not None, "piped above"
             addresses += json.loads(await process.stdout.readline())
-        for process in processes:
-            assert process.stdin is not None, "piped above"
-            process.stdin.write(f"{control}\n".encode())
         yield addresses
     finally:
         for process in processes:
@@ -122,25 +112,10 @@ async def fleet(size: Size, num_prompts: int, control: str) -> AsyncIterator[lis
         await asyncio.gather(*(process.wait() for process in processes))
 
 
-@asynccontextmanager
-async def serving(registry: WorkerRegistry) -> AsyncIterator[str]:
-    """Serve a registry as a gateway does; yield the address."""
-    service = ControlPlaneService(registry, KvKeys(), [])
-
-    def add(server: Any) -> None:
-        cp_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
-
-    server = GrpcServer("127.0.0.1:0", add, ["tandem.v1.ControlPlaneService"])
-    yield await server.start()
-    service.close()
-    await server.stop(0)
-
-
-async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses: Sequence[str]) -> Reading:
+async def read(size: Size, num_prompts: int, addresses: Sequence[str]) -> Reading:
     """Be a gateway that has just started, until its index is complete and for some seconds more."""
     num_points = size.num_workers * num_prompts * POINTS_PER_PROMPT
-    beats: Counter[str] = Counter()
-    registry.listen_to_loads(lambda worker: beats.update((worker.worker_id,)))
+    registry = WorkerRegistry(1e9, 1e9)
     index = SamplePointIndex()
     reader = BlockEventReader(index, "gateway")
     registry.listen(reader.changed)
@@ -149,18 +124,16 @@ async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses
         info = pb.WorkerInfo(worker_id=f"kv-{number}", incarnation=f"kv-{number}", role=pb.WORKER_ROLE_KV)
         info.host_id, info.address = f"host-{number}", address
         registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
-    while len(registry.workers()) < size.num_hosts + size.num_workers:  # noqa: ASYNC110 - the condition depends on other processes
-        await asyncio.sleep(0.02)
     while len(index) < _COMPLETE_SHARE * num_points:  # noqa: ASYNC110 - the condition depends on other processes
         await asyncio.sleep(0.02)
     complete, snapshot_lag = time.perf_counter() - begun, lags.stop()
     idle = await _idle_cpu_share(1.0)
-    lags, num_before = Lags(), reader.num_batches + beats.total()
+    lags, num_before = Lags(), reader.num_batches
     begun, cpu = time.perf_counter(), time.process_time()
     await asyncio.sleep(size.seconds)
     elapsed = time.perf_counter() - begun
     share = (time.process_time() - cpu) / elapsed
-    messages = (reader.num_batches + beats.total() - num_before) / elapsed
+    messages = (reader.num_batches - num_before) / elapsed
     longest = lags.stop()
     await reader.close()
     return Reading(
@@ -194,10 +167,9 @@ async def measure(outcome: Outcome, size: Size, progress: Progress) -> None:
     rows: Rows = []
     for num_prompts in size.prompts_per_worker:
         progress(f"starting {size.num_hosts} hosts with {size.workers_per_host} workers of {num_prompts} prompts")
-        registry = WorkerRegistry(1e9, 1e9)
-        async with serving(registry) as control, fleet(size, num_prompts, control) as addresses:
+        async with fleet(size, num_prompts) as addresses:
             progress(f"reading for {size.seconds:g} s")
-            enter(outcome, rows, await read(size, num_prompts, registry, addresses))
+            enter(outcome, rows, await read(size, num_prompts, addresses))
     head = ("blocks cached", "points", "complete after, s", "lag then, ms", "core, %", "messages/s", "lag, ms", "MB")
     rate = PROMPTS_PER_SECOND * BLOCKS_PER_PROMPT
     title = f"{size.num_workers:,} workers on {size.num_hosts} hosts, each stores and evicts {rate} blocks a second"

@@ -2,9 +2,7 @@
 
     python -m benchmarks.block_events.hosts FIRST COUNT WORKERS PROMPTS
 
-Prints the addresses of the hosts as one JSON line, and changes pools from then on until its input ends. The first line
-of its input is the address of the control plane: the workers register there, and each sends a heartbeat every second on
-a stream of its own. A prompt has
+Prints the addresses of the hosts as one JSON line, and changes pools from then on until its input ends. A prompt has
 125 blocks of 16 tokens. Each worker stores a prompt in each quarter of a second, and evicts its oldest one: 500 blocks
 a second each. The host's store does the same with the prompts of all its workers.
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
@@ -22,16 +19,11 @@ from typing import Any
 
 from control_plane.routing.sample_points import num_sample_points
 from kv_transfer_svc.host_points import STORE, HostPoints
-from tandem.v1 import control_plane_pb2 as cp
-from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
-from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
 from tandem_runtime import log
-from tandem_runtime.channel import open_channel
 from tandem_runtime.server import GrpcServer
-from tandem_runtime.tasks import TaskSet
 
 BLOCKS_PER_PROMPT = 125
 PROMPTS_PER_SECOND = 4
@@ -44,11 +36,10 @@ class StandIn(kv_grpc.KvTransferServiceServicer):
 
     def __init__(self, number: int, num_workers: int, num_prompts: int) -> None:
         self._points = HostPoints()
-        self.number = number
-        self.workers = [f"worker-{number}-{each}" for each in range(num_workers)]
-        self._prompts: dict[str, deque[list[bytes]]] = {name: deque() for name in self.workers}
+        self._workers = [f"worker-{number}-{each}" for each in range(num_workers)]
+        self._prompts: dict[str, deque[list[bytes]]] = {name: deque() for name in self._workers}
         for _ in range(num_prompts):
-            for name in self.workers:
+            for name in self._workers:
                 self._store(name, _a_prompt())
 
     async def BlockEvents(self, request: kv.BlockEventsRequest, context: Any) -> AsyncIterator[kv.BlockEventBatch]:
@@ -62,7 +53,7 @@ class StandIn(kv_grpc.KvTransferServiceServicer):
 
     def change(self) -> None:
         """Let each worker store a prompt and evict its oldest one."""
-        for name in self.workers:
+        for name in self._workers:
             oldest = self._prompts[name].popleft()
             self._points.change(name, [], oldest)
             self._points.change(STORE, [], oldest)
@@ -79,23 +70,6 @@ def _a_prompt() -> list[bytes]:
     return [drawn[start : start + NUM_KEY_BYTES] for start in range(0, len(drawn), NUM_KEY_BYTES)]
 
 
-async def beat(worker_id: str, host_id: str, control: str) -> None:
-    """Register a worker, and send heartbeats."""
-    info = pb.WorkerInfo(worker_id=worker_id, incarnation=worker_id, role=pb.WORKER_ROLE_DECODE, host_id=host_id)
-    info.address = "127.0.0.1:1"
-    counters = {f"a counter of an engine, number {number}": 1e6 * number for number in range(30)}
-    load = pb.LoadReport(state=pb.WORKER_STATE_READY, num_running=32, num_tokens_in_flight=50_000, counters=counters)
-    async with open_channel(control) as channel:
-        stub = cp_grpc.ControlPlaneServiceStub(channel)
-        await stub.Register(cp.RegisterRequest(info=info, load=load), timeout=60)
-        stream: Any = stub.Heartbeats()
-        await asyncio.sleep(random.random())
-        while True:
-            await stream.write(cp.HeartbeatRequest(worker_id=worker_id, incarnation=worker_id, load=load))
-            await stream.read()
-            await asyncio.sleep(1.0)
-
-
 async def main(first: int, count: int, num_workers: int, num_prompts: int) -> None:
     """Serve the hosts until the input ends."""
     log.configure("tandem-kv", False, level="error")
@@ -108,10 +82,6 @@ async def main(first: int, count: int, num_workers: int, num_prompts: int) -> No
 
         servers.append(GrpcServer("127.0.0.1:0", add, []))
     print(json.dumps([await server.start() for server in servers]), flush=True)
-    control = (await asyncio.to_thread(sys.stdin.readline)).strip()
-    beats = TaskSet()
-    for number, worker in [(host.number, worker) for host in hosts for worker in host.workers]:
-        beats.spawn(beat(worker, f"host-{number}", control))
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     loop = asyncio.get_running_loop()
     begun, num_turns = loop.time(), 0
@@ -121,7 +91,6 @@ async def main(first: int, count: int, num_workers: int, num_prompts: int) -> No
             await asyncio.sleep(max(0.0, turn - loop.time()))
             host.change()
         num_turns += 1
-    await beats.cancel()
     await asyncio.gather(*(server.stop(0) for server in servers))
 
 

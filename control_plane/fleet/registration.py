@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from control_plane.fleet.registration_bounds import check_info, check_load, check_name
@@ -14,7 +13,7 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.access import is_in_plaintext
-from tandem_runtime.errors import InvalidRequest, Unavailable
+from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 from tandem_runtime.shared_port import true_peer
@@ -58,14 +57,6 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
         self._addresses = addresses or WorkerAddresses()
         self._replicas = list(replicas)
         self._news = news
-        self._streams: set[asyncio.Task[Any]] = set()
-        self._is_closed = False
-
-    def close(self) -> None:
-        """End the streams of heartbeats: their senders call other replicas, or this one when it is back."""
-        self._is_closed = True
-        for stream in self._streams:
-            stream.cancel()
 
     async def Register(self, request: cp.RegisterRequest, context: Any) -> cp.RegisterReply:
         info = request.info
@@ -98,26 +89,7 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
             log.warning("metrics_address_ignored", worker=info.worker_id, reason=error.message)
             info.metrics_address = ""
 
-    async def Heartbeats(
-        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
-    ) -> AsyncIterator[cp.HeartbeatReply]:
-        stream = asyncio.current_task()
-        assert stream is not None, "gRPC runs each call in a task"
-        self._streams.add(stream)
-        try:
-            async for request in requests:
-                yield self._heard(request)
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            raise Unavailable("this control plane stops") from None
-        finally:
-            self._streams.discard(stream)
-
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
-        return self._heard(request)
-
-    def _heard(self, request: cp.HeartbeatRequest) -> cp.HeartbeatReply:
         check_load(request.load)
         check_name(request.kv_address, "kv_address")
         is_known = self._registry.heartbeat(request)

@@ -7,7 +7,7 @@ which TLS has verified; `caller` gives them to handlers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +30,7 @@ Claim = Callable[[Any], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """Who may call a method. `claims_id` and `claims_role`: what a request says of its sender must be true.
-
-    Of a stream, each request is checked as the handler reads it.
-    """
+    """Who may call a method. `claims_id` and `claims_role`: what a request says of its sender must be true."""
 
     roles: frozenset[Role]
     claims_id: Claim | None = None
@@ -55,7 +52,6 @@ RULES: dict[str, Rule] = {
         _REPORTERS, lambda request: str(request.info.worker_id), lambda request: int(request.info.role)
     ),
     "/tandem.v1.ControlPlaneService/Heartbeat": Rule(_REPORTERS, lambda request: str(request.worker_id)),
-    "/tandem.v1.ControlPlaneService/Heartbeats": Rule(_REPORTERS, lambda request: str(request.worker_id)),
     "/tandem.v1.ControlPlaneService/Deregister": Rule(_REPORTERS, lambda request: str(request.worker_id)),
     "/tandem.v1.ControlPlaneService/ListWorkers": _OPERATORS,
     # A worker serves gateways. Attach carries prompts and answers: no worker may read another's.
@@ -127,15 +123,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return handler and self._checked(handler, handler_call_details.method)
 
     def _checked(self, handler: Any, method: str) -> Any:
-        """Return a handler that checks and then returns what the handler returns: no layer around each answer."""
+        """Return a handler that checks and then returns what the handler returns: no layer around each message."""
         kind = _KINDS[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
         is_stream = handler.request_streaming
-        has_claims = is_stream and method in RULES and RULES[method].claims_id is not None
 
         def answer(request: Any, context: Any) -> Any:
             self._admit(method, None if is_stream else request, context)
-            return inner(_of_sender(method, request) if has_claims else request, context)
+            return inner(request, context)
 
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(answer, handler.request_deserializer, handler.response_serializer)
@@ -203,16 +198,6 @@ def check_plaintext(method: str, request: Any = None) -> None:
 def is_in_plaintext() -> bool:
     """Return whether the caller, inside a handler of a server with certificates, is a process of release 0.2."""
     return _in_plaintext.get()
-
-
-async def _of_sender(method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Yield the requests of a stream; raise PermissionDenied for one that claims to be another's."""
-    async for request in requests:
-        if is_in_plaintext():
-            check_plaintext(method, request)
-        else:
-            _check_claims(method, RULES[method], caller().identity, request)
-        yield request
 
 
 def _check_claims(method: str, rule: Rule, identity: Identity, request: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import InvalidRequest, Overloaded, StaleIncarnation, Unavailable
+from tandem_runtime.errors import InvalidRequest, Overloaded
 from tandem_runtime.server import GrpcServer
 
 KEYS = kv_keys(b"s" * 32)
@@ -55,46 +53,6 @@ async def control_plane(macs_until: float = 0.0) -> AsyncIterator[cp_grpc.Contro
     async with open_channel(address) as channel:
         yield cp_grpc.ControlPlaneServiceStub(channel)
     await server.stop(0)
-
-
-# ------------------------------------------------------------------------------------------------------- heartbeats
-
-
-def a_beat(incarnation: str = "life-1", num_running: int = 0) -> cp.HeartbeatRequest:
-    load = pb.LoadReport(state=pb.WORKER_STATE_READY, num_running=num_running)
-    return cp.HeartbeatRequest(worker_id="decode-1", incarnation=incarnation, load=load)
-
-
-async def test_each_heartbeat_of_a_stream_is_taken_in_and_answered() -> None:
-    async with control_plane() as stub:
-        stream: Any = stub.Heartbeats()
-        await stream.write(a_beat())
-        assert not (await stream.read()).known
-        await stub.Register(cp.RegisterRequest(info=an_info()))
-        for num_running in (1, 7):
-            await stream.write(a_beat(num_running=num_running))
-            assert (await stream.read()).known
-            [status] = (await stub.ListWorkers(cp.ListWorkersRequest())).workers
-            assert status.load.num_running == num_running
-        await stream.write(a_beat("life-0"))
-        with pytest.raises(StaleIncarnation, match="is incarnation life-1 now"):
-            await stream.read()
-
-
-async def test_a_control_plane_that_stops_ends_its_streams_at_once() -> None:
-    service = ControlPlaneService(WorkerRegistry(3.0, 5.0), KEYS, [])
-    server = GrpcServer(
-        "127.0.0.1:0", lambda grpc: cp_grpc.add_ControlPlaneServiceServicer_to_server(service, grpc), []
-    )
-    async with open_channel(await server.start()) as channel:
-        stream: Any = cp_grpc.ControlPlaneServiceStub(channel).Heartbeats()
-        await stream.write(a_beat())
-        assert not (await stream.read()).known
-        service.close()
-        async with asyncio.timeout(20):
-            with pytest.raises(Unavailable, match="stops"):
-                await stream.read()
-            await server.stop(3600)  # nothing is left to wait for
 
 
 # ------------------------------------------------------------------------------------------------------------- keys

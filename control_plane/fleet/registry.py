@@ -266,7 +266,7 @@ class WorkerRegistry:
         if pause > _LONG_PAUSE_SECONDS:
             log.warning("sweep_late", seconds=round(pause, 1))
             self._workers = {
-                worker_id: replace(worker, last_heartbeat=worker.last_heartbeat + pause)
+                worker_id: replace(worker, last_heartbeat=min(now, worker.last_heartbeat + pause))
                 for worker_id, worker in self._workers.items()
             }
             return False

@@ -52,6 +52,18 @@ class Harness:
         return self.registry.heartbeat(beat)
 
 
+def test_a_heartbeat_before_the_first_sweep_after_a_pause_is_of_now_and_not_of_later() -> None:
+    harness = Harness()
+    harness.register("one")
+    harness.pass_time(1.0)
+    harness.now += 141.0  # the process stood still; then the loop took in the heartbeat first, and swept after that
+    assert harness.beat("one")
+    harness.registry.sweep()
+    assert harness.diary == ["one ready"]
+    harness.pass_time(5.25)
+    assert harness.diary == ["one ready", "one suspected", "one gone"], "it is not alive for two minutes more"
+
+
 def test_silence_makes_a_worker_suspected_and_then_gone() -> None:
     harness = Harness()
     harness.register("one")

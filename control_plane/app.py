@@ -23,7 +23,7 @@ from control_plane.api.http.errors import on_client_left, on_http_exception, on_
 from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
 from control_plane.api.http.request_guard import RequestGuard
 from control_plane.api.openai import routes as openai
-from control_plane.api.openai import tokenization
+from control_plane.api.openai import tokenization_routes
 from control_plane.api.openapi import document as openapi
 from control_plane.api.requests import RequestEndpoints
 from control_plane.api.workers_ai import binding, remote_proxy
@@ -71,7 +71,7 @@ def create_app(
             *openai.routes("/v1"),
             *encoders.routes("/v1"),
             encoders.COHERE_ROUTE,
-            *tokenization.routes(),
+            *tokenization_routes.routes(),
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
             *encoders.routes("/client/v4/accounts/{account}/ai/v1"),
             *remote_proxy.routes(),

@@ -44,7 +44,7 @@ from control_plane.fleet.draining import WorkerDrain
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.registration import ControlPlaneService
+from control_plane.fleet.registration import ControlPlaneService, take_relayed
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_addresses import WorkerAddresses, parse_networks
@@ -119,7 +119,7 @@ class Gateway:
             grain=settings.hash_grain,
         )
         self.text_processes.zygote.keep(self.catalog.served_text_keys)
-        self._encoder_clients = EncoderClients(self.registry, self.member)
+        self._encoder_clients = EncoderClients(self.registry, self.member, gateway_id, incarnation)
         self._encoders = EncodingDispatch(
             self.registry,
             self._encoder_clients,
@@ -130,11 +130,14 @@ class Gateway:
         proofs = ReadinessProofs(self.registry)
         self.health = WorkerHealth(self.registry)
         prefixes = SamplePointIndex(settings.prefix_index_blocks)
-        self._block_events = BlockEventReader(prefixes, incarnation, self.member)
+        self._block_events = BlockEventReader(
+            prefixes, incarnation, self.member, on_heartbeat=partial(take_relayed, self.registry)
+        )
         self.registry.listen(self._block_events.changed)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
-        admission_counts.export(self.dispatcher.queue.counts, self.dispatcher.rooms.num_granted)
+        grants = self.dispatcher.rooms.num_granted, self._encoder_clients.num_granted
+        admission_counts.export(self.dispatcher.queue.counts, *grants)
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
@@ -151,10 +154,10 @@ class Gateway:
             self.registry,
             self._links,
             gateway_id,
+            TableReader(self._links, self._block_events, member=self.member),
             is_alone=len(settings.replicas) <= 1,
             audit_seconds=settings.audit_seconds,
             grace_seconds=settings.audit_grace_seconds,
-            table_reader=TableReader(member=self.member),
         )
         gauges.export(lambda: self.auditor.report)
         fleet_metrics.export(self.registry, self.health)
@@ -210,6 +213,7 @@ class Gateway:
     async def run(self, drain: asyncio.Event) -> int:
         """Serve until `drain` is set; then let running requests finish."""
         settings = self._settings
+        self.dispatcher.router.prefixes.take_memory()
         prices = PriceTable.parse(settings.prices).over(settings.models)
         accounts = Accounts(
             self._database_url, self._incarnation, prices, settings.gateway_gone_seconds, settings.report_seconds
@@ -287,6 +291,7 @@ class Gateway:
         await self._encoder_clients.close()
         await self._kv_clients.close()
         await self._block_events.close()
+        self._registration.close()
         await grpc_server.stop(grace_seconds=1.0)
         await self.metrics.stop()
         for task in ended:
@@ -337,7 +342,7 @@ class Gateway:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         settings = self._settings
-        service = ControlPlaneService(
+        self._registration = service = ControlPlaneService(
             self.registry,
             kv_keys(self._secret),
             settings.replicas,
@@ -415,6 +420,7 @@ class Gateway:
     async def _sweep(self) -> None:
         while True:
             more = self.registry.sweep()
+            more |= self._registration.ask()
             await asyncio.sleep(0 if more else _SWEEP_SECONDS)
 
 

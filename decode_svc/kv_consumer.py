@@ -198,12 +198,19 @@ class KVConsumer(KVConnector):
         self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
         submit = request.submit
         try:
-            with lost_is_unavailable():
-                await self._link.client().release(submit.handle, submit.request_id, request.seconds_left)
+            await self._release_handle(submit.handle, submit.request_id, request)
         except Unavailable as error:
             log.info("kv_release_failed", error=error.message)  # the lease expires by itself
         except TandemError as error:
             log.info("kv_release_refused", request_id=submit.request_id, error=error.message)
+
+    async def _release_handle(self, handle: pb.KvHandle, reader_id: str, request: ActiveRequest) -> None:
+        """Release a lease through our KV service; at its holder if ours is gone, since a writer may wait for us."""
+        try:
+            with lost_is_unavailable():
+                await self._link.client().release(handle, reader_id, request.seconds_left)
+        except Unavailable:
+            await self._link.release_at_holder(handle, reader_id, request.seconds_left)
 
 
 def _first_output(request: ActiveRequest, first: kv.FirstToken) -> pb.TokenOutput:

@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
+from encode_svc.call_counts import Amount
+from encode_svc.grants import EncodeGrants, window_tokens
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_engine.encoder.messages import (
@@ -23,6 +25,7 @@ from tandem_engine.encoder.messages import (
     TextInput,
     TextsEncoded,
     TextsRefused,
+    num_tokens_in,
 )
 from tandem_runtime.errors import (
     DeadlineExceeded,
@@ -55,18 +58,25 @@ class _Call:
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(len(each.token_ids) for each in self.request.inputs) // 4
+        return num_tokens_in(self.request.inputs)
 
 
 class EncodeFront:
     """Handles the calls of gateways and the events of the engine; every method runs on the event loop."""
 
-    def __init__(self, engine: EngineLink, engine_timeout_seconds: float = 10.0) -> None:
+    def __init__(
+        self, engine: EngineLink, engine_timeout_seconds: float = 10.0, *, max_calls: int = 256, step_tokens: int = 2048
+    ) -> None:
+        """`max_calls` that the engine takes at a time; `step_tokens`: of one of its steps."""
+        self.grants = EncodeGrants(max_calls, self._here)
         self.card: pb.ModelCard | None = None
         self.stats: EncoderStats | None = None
         self.state = EngineState(engine, engine_timeout_seconds, lambda: len(self._calls), self._fail_all)
         self._engine = engine
         self._calls: dict[int, _Call] = {}
+        self._step_tokens = step_tokens
+        self._num_tokens_sent = 0
+        """To the engine, since its start."""
         self._keys = count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,6 +95,7 @@ class EncodeFront:
 
     async def encode(self, request: pb.EncodeRequest) -> pb.EncodeReply:
         """Return the values of the inputs. Raise TandemError. If this is cancelled, the engine drops the call."""
+        self.grants.came(request, num_tokens_in(request.inputs))
         check_model(self.state.check_open(self.card), request.model)
         seconds = request.time_left_ms / 1000
         if seconds <= 0:
@@ -93,6 +104,7 @@ class EncodeFront:
         call = _Call(request, time.time_ns(), asyncio.get_running_loop().create_future())
         self._calls[command.key] = call
         self._idle.clear()
+        self._num_tokens_sent += call.num_tokens
         self._engine.send(command)
         try:
             async with asyncio.timeout(seconds):
@@ -112,6 +124,16 @@ class EncodeFront:
         self._calls.pop(key, None)
         if not self._calls:
             self._idle.set()
+        self.grants.changed()
+
+    def _here(self) -> Amount:
+        """Return the calls that are not answered, and their tokens that are not computed, by the engine's stats."""
+        if not self._calls:
+            return Amount(0, 0)
+        num_tokens = self._num_tokens_sent
+        if self.stats is not None:
+            num_tokens += self.stats.num_tokens_in_flight - self.stats.num_tokens_received
+        return Amount(len(self._calls), num_tokens)
 
     # ------------------------------------------------------------------------------------------ events of the engine
 
@@ -133,6 +155,7 @@ class EncodeFront:
                 self._end(event.key, _refusal(event))
             case EncoderStats():
                 self.stats = event
+                self.grants.changed()
             case messages.DeviceMemoryUsed():
                 self.state.device_memory_used(event)
             case messages.LoadProgress():
@@ -168,6 +191,7 @@ class EncodeFront:
             self.card = encoder_card(ready)
             self.state.loaded()
             self.state.ready()
+            self.grants.open(window_tokens(self._step_tokens, self.card.context_length))
             self._when_ready(ready.model.asset_paths)
         except Exception as error:
             log.exception("startup_failed")
@@ -197,7 +221,8 @@ class EncodeFront:
         return report
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Wait until the running calls have finished; at most `timeout_seconds`."""
+        """Grant nothing more, and wait until the running calls have finished; at most `timeout_seconds`."""
+        self.grants.close()
         log.info("draining", num_requests=len(self._calls))
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -207,7 +232,8 @@ class EncodeFront:
             self._fail_all(Draining("the worker stopped before the request was finished"))
 
     async def end_streams(self, timeout_seconds: float) -> None:
-        """Do nothing: a call ends with its answer."""
+        """End the streams of grants; a call ends with its answer."""
+        self.grants.end_streams()
 
     async def close(self) -> None:
         await self.state.close()

@@ -23,10 +23,16 @@ class EncodeWorker(WorkerProcess):
 
     def __init__(self, settings: EncodeSettings) -> None:
         super().__init__(settings, pb.WORKER_ROLE_ENCODE)
-        self._timeout_seconds = settings.engine_timeout_seconds
+        self._encode_settings = settings
 
     def make_front(self, engine: EngineLink, member: FleetMember | None) -> EncodeFront:
-        self._front = EncodeFront(engine, self._timeout_seconds)
+        settings = self._encode_settings
+        self._front = EncodeFront(
+            engine,
+            settings.engine_timeout_seconds,
+            max_calls=settings.max_num_waiting,
+            step_tokens=settings.num_step_tokens,
+        )
         export_metrics(lambda: self._front.stats, lambda: self._front.state.memory)
         return self._front
 

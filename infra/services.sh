@@ -26,7 +26,9 @@ need cc gcc libc6-dev
 ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || need initdb postgresql
 need bwrap bubblewrap
 need promtool --no-install-recommends prometheus
-need chromium --no-install-recommends chromium
+# Without windows it takes a third of the processor time; not every system has it as a package.
+(need chromium-headless-shell --no-install-recommends chromium-headless-shell) ||
+    need chromium --no-install-recommends chromium
 need systemd-analyze systemd
 need ip iproute2
 if [ "$(uname -m)" = x86_64 ]; then

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from kv_transfer_svc.handle_record import Broadcast
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
 from tandem_runtime.errors import InvalidRequest, StaleIncarnation
@@ -21,6 +22,9 @@ STORE = ""
 """The place of the host's store; other places are incarnations of workers."""
 _MAX_PENDING = 200_000
 _MAX_INCARNATION = 128
+_MAX_HEARTBEAT_BYTES = 32_768
+_MAX_HEARTBEATS = 512
+"""Workers of a host."""
 _MAX_POINTS_OF_POOL = 1_000_000
 """More than those of a pool with 250 million tokens."""
 _BYTES_PER_BATCH = 4_096 * NUM_KEY_BYTES
@@ -59,6 +63,11 @@ class HostPoints:
             for reader in self._readers:
                 reader.note(incarnation, stored, evicted)
             self.changed.fire()
+
+    def heartbeat(self, beat: cp.HeartbeatRequest) -> None:
+        """Pass a worker's heartbeat on with the next batch of each reader; the latest one counts."""
+        for reader in self._readers:
+            reader.note_heartbeat(beat)
 
     def end(self, incarnation: str) -> None:
         """A pool has ended, or nobody reports it any more."""
@@ -122,6 +131,11 @@ class PoolReports:
         if len(known) + len(stored) - len(evicted) > _MAX_POINTS_OF_POOL:
             raise InvalidRequest(f"a pool has at most {_MAX_POINTS_OF_POOL:,} sample points here", field="stored")
         self._points.change(self.incarnation, stored, evicted)
+        if report.HasField("heartbeat"):
+            if report.heartbeat.incarnation != self.incarnation:
+                raise InvalidRequest("a heartbeat in the report of a pool is its worker's", field="heartbeat")
+            if report.heartbeat.ByteSize() <= _MAX_HEARTBEAT_BYTES:  # a larger one goes directly, and is refused there
+                self._points.heartbeat(report.heartbeat)
 
 
 def _keys(packed: bytes) -> list[bytes]:
@@ -140,6 +154,12 @@ class PointReader:
         self._ended: dict[str, None] = {}
         self._num_pending = 0
         self._number = 0
+        self._heartbeats: dict[str, cp.HeartbeatRequest] = {}
+        """By worker id, those that were not sent yet."""
+
+    def note_heartbeat(self, beat: cp.HeartbeatRequest) -> None:
+        if len(self._heartbeats) < _MAX_HEARTBEATS or beat.worker_id in self._heartbeats:
+            self._heartbeats[beat.worker_id] = beat
 
     def note(self, incarnation: str, stored: Collection[bytes], evicted: Collection[bytes]) -> None:
         """Keep changes for the next batch; beyond 200,000 of them everything is sent instead."""
@@ -178,6 +198,8 @@ class PointReader:
             ]
             self._forget_pending()
             yield self._batch(places)
+        if self._heartbeats:
+            yield self._batch([])
 
     def _everything(self) -> Iterator[kv.BlockEventBatch]:
         """Copies all points at once: changes that come while a slow reader takes the parts are pending."""
@@ -189,7 +211,10 @@ class PointReader:
                 yield self._batch([kv.PlaceEvents(incarnation=incarnation, stored=part)])
 
     def _batch(self, places: Collection[kv.PlaceEvents], *, is_snapshot: bool = False) -> kv.BlockEventBatch:
-        batch = kv.BlockEventBatch(number=self._number, is_snapshot=is_snapshot, places=places)
+        beats, self._heartbeats = self._heartbeats, {}
+        batch = kv.BlockEventBatch(
+            number=self._number, is_snapshot=is_snapshot, places=places, heartbeats=beats.values()
+        )
         self._number += 1
         return batch
 

@@ -44,6 +44,8 @@ from tandem_runtime.tasks import supervised
 log = get_logger(__name__)
 
 _SWEEP_SECONDS = 0.25
+_HEARTBEAT_SECONDS = 1.0
+"""Between heartbeats that gateways get with the block events."""
 _GRACE_SECONDS = 1.0
 _STORE_SHARE_OF_FREE_MEMORY = 0.05
 _LEAST_STORE_BYTES = 16 << 20
@@ -209,9 +211,14 @@ class KvProcess:
 
     async def _sweep(self) -> None:
         """Expire leases on a timer. A task of its own, so that no wait can delay it."""
+        loop = asyncio.get_running_loop()
+        beat_at = loop.time()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._service.sweep()
+            if loop.time() >= beat_at:
+                beat_at = loop.time() + _HEARTBEAT_SECONDS
+                self._service.points.heartbeat(self._registrar.heartbeat_request())
 
     def _describe(self, incarnation: str) -> pb.WorkerInfo:
         host_id = self._settings.host_id or default_host_id()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.event_stream import event_stream
 from kv_transfer_svc.handle_record import HandleRecord, handle_name
 from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.host_points import HostPoints
@@ -46,8 +47,6 @@ from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.kv_handle import HandleState
 
 _LATE_END_SECONDS = 1.0
-_EVENT_SECONDS = 0.25
-"""Between two messages of block events to one reader."""
 
 SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 
@@ -217,14 +216,12 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             self.host_cache.unload(request.reader_id)
         return kv.UnloadReply()
 
-    async def BlockEvents(self, request: kv.BlockEventsRequest, context: Any) -> AsyncIterator[kv.BlockEventBatch]:
-        with self.points.read() as reader:
-            while True:
-                changed = self.points.changed.next()
-                for batch in reader.take():
-                    yield batch
-                await asyncio.sleep(_EVENT_SECONDS)
-                await changed.wait()
+    async def BlockEvents(
+        self, requests: AsyncIterator[kv.BlockEventsRequest], context: Any
+    ) -> AsyncIterator[kv.BlockEventBatch]:
+        async with aclosing(event_stream(self.points, self._tables, requests)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def ReportPool(
         self, requests: AsyncIterator[kv.PoolReport], context: Any
@@ -277,9 +274,12 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         return self._stats()
 
     async def Tables(self, request: tables.TablesRequest, context: Any) -> tables.TablesReply:
-        return kv_tables(self.incarnation, self.store, self.puller, self.host_cache, request.max_rows)
+        return self._tables(request.max_rows)
 
     # ------------------------------------------------------------------------------------------------- helpers
+
+    def _tables(self, max_rows: int) -> tables.TablesReply:
+        return kv_tables(self.incarnation, self.store, self.puller, self.host_cache, max_rows)
 
     def _is_held_here(self, handle: pb.KvHandle) -> bool:
         """Return whether this service is the holder.

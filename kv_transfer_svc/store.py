@@ -141,7 +141,8 @@ class HandleStore:
             )
         self.regions.lent(request.region_id, handle.prefill_incarnation)
         record = self.find_or_await(handle, stated_seconds_left(request))
-        if record.machine.reserve(self.clock(), request.region_id, request.lease_ms / 1000):
+        is_windowed, lease_seconds = request.max_held_bytes > 0, request.lease_ms / 1000
+        if record.machine.reserve(self.clock(), request.region_id, lease_seconds, is_windowed=is_windowed):
             record.region_id = request.region_id
             record.layout = request.layout
             record.max_held_bytes = request.max_held_bytes

@@ -17,6 +17,7 @@ AWAITED is a handle that a reader or a release named before its writer reserved 
 
 Lifetime: until the handle is closed, the writer's lease; afterwards, the last lease of its readers; never past the
 deadline. A handle that was never reserved lives by the last lease of its readers, because its writer may be dead.
+One that is filled in windows lives by both: without a reader its writer would wait, and hold memory, for ever.
 
 All edges are idempotent. A late call changes nothing: it gets the error that says why, or no error if the call only
 ended the handle.
@@ -62,6 +63,9 @@ class HandleState(IntEnum):
         return cls(number) if number in cls._value2member_map_ else None
 
 
+_LEASES_WITHOUT_READER = 2
+"""Of its writer: readers of a handle that is filled in windows come within so many, told of the handle when it is."""
+
 _ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIRED})
 
 
@@ -84,6 +88,7 @@ class HandleMachine:
         self._writer = ""
         self._writer_lease_seconds = 0.0
         self._writer_until = deadline
+        self._is_windowed = False
         self._leases: dict[str, float] = {}
         self._released: set[str] = set()
         self._had_reader = False
@@ -122,12 +127,22 @@ class HandleMachine:
         """The time at which the handle ends without a renewal; see "Lifetime" above."""
         if self.closed is not None:
             return min(self.deadline, max([self._writer_until, *self._leases.values()]))
+        if self._awaits_readers:
+            return min(self.deadline, self._writer_until, max([self._readers_until, *self._leases.values()]))
         return min(self.deadline, self._writer_until)
+
+    @property
+    def _awaits_readers(self) -> bool:
+        """Whether the writer waits until readers have copied what it has sealed."""
+        return self._is_windowed and self._phase in (HandleState.RESERVED, HandleState.FILLING)
 
     # ---------------------------------------------------------------------------------------------- the writer
 
-    def reserve(self, now: float, writer: str, lease_seconds: float) -> bool:
-        """AWAITED -> RESERVED. False: `writer` has reserved it already. Raises StaleIncarnation for another writer."""
+    def reserve(self, now: float, writer: str, lease_seconds: float, *, is_windowed: bool = False) -> bool:
+        """AWAITED -> RESERVED. False: `writer` has reserved it already. Raises StaleIncarnation for another writer.
+
+        `is_windowed`: the writer holds a part of the prompt at once, and reuses its memory once that part was copied.
+        """
         self._refuse_if_ended()
         if self._phase is not HandleState.AWAITED:
             if writer != self._writer:
@@ -135,8 +150,11 @@ class HandleMachine:
             return False
         self._phase = HandleState.RESERVED
         self._writer = writer
+        self._is_windowed = is_windowed
         self._writer_lease_seconds = lease_seconds
         self._writer_until = now + lease_seconds
+        if is_windowed:
+            self._readers_until = max(self._readers_until, now + _LEASES_WITHOUT_READER * lease_seconds)
         return True
 
     def seal(self, now: float, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> bool:
@@ -219,11 +237,13 @@ class HandleMachine:
             return self._end(HandleState.EXPIRED, KvNotFound(f"{self.name}: its readers left before it was reserved"))
         if now < self.lease_until:
             return False
-        return self._end(HandleState.EXPIRED, KvNotFound(self._lapse()))
+        return self._end(HandleState.EXPIRED, KvNotFound(self._lapse(now)))
 
-    def _lapse(self) -> str:
+    def _lapse(self, now: float) -> str:
         if self.closed is not None:
             return f"{self.name}: no reader renewed its lease"
+        if self._awaits_readers and now < self._writer_until:
+            return f"{self.name}: its writer waits for readers and has none"
         return f"{self.name}: its writer neither sealed nor renewed for {self._writer_lease_seconds:g} s"
 
     def _end(self, state: HandleState, error: TandemError) -> bool:

@@ -37,7 +37,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
     `main` (status 128 + signal), the third ends the process at once. An exception of `main` is logged and gives status
     1; a refused setting gives status 2, and so does a limit of processes that is too small.
     """
-    _forget_what_is_loaded()
+    forget_what_is_loaded()
     faulthandler.enable(file=sys.__stderr__ or sys.stderr)  # a signal that ends this process leaves stacks on stderr
     try:
         if why := too_few_processes(1):
@@ -56,7 +56,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
         metrics.shutdown()
 
 
-def _forget_what_is_loaded() -> None:
+def forget_what_is_loaded() -> None:
     """Exclude all objects of this moment from garbage collection: imports live as long as the process.
 
     A collection over them takes 40 to 150 ms, in which no stream would progress.

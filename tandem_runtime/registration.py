@@ -6,7 +6,8 @@ One task per replica, in these states:
     away  --refused, no answer->  away, later registered  --beat unknown-->    away, at once
                                               registered  --no answer-->       away
 
-The replicas are the configured addresses and those named in replies of replicas that answer.
+The replicas are the configured addresses and those named in replies of replicas that answer. Heartbeats are messages of
+one stream per replica; a stream that ends is a replica that does not answer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceStub
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import InvalidRequest, PeerUnauthenticated, TandemError, Unavailable
+from tandem_runtime.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerUnauthenticated,
+    TandemError,
+    Unavailable,
+    Unsupported,
+)
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import split_address
@@ -66,6 +75,8 @@ class Registrar:
         self._kv_keys = KvKeys()
         self._stopped = False
         self.info_version = 0
+        self._number = 0
+        """Of the last report to any replica."""
 
     def start(self) -> None:
         self._follow(self._given)
@@ -119,6 +130,7 @@ class Registrar:
             info=self._info,
             load=self._load(),
             info_version=self.info_version,
+            number=self._next_number(),
             deny_list_number=self._deny_list_number,
         )
 
@@ -129,8 +141,13 @@ class Registrar:
             load=self._load(),
             kv_address=self._info.kv_address,
             info_version=self.info_version,
+            number=self._next_number(),
             deny_list_number=self._deny_list_number,
         )
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
 
     @property
     def _deny_list_number(self) -> int:
@@ -191,6 +208,12 @@ class _Replica:
         self._woken = asyncio.Event()
         self._channel = open_channel(address, owner.member, "gateway")
         self._stub = ControlPlaneServiceStub(self._channel)
+        self._beats: _BeatStream | None = None
+        """The open stream of heartbeats."""
+        self._next_seconds = 0.0
+        """When the next heartbeat is due, by the last reply; 0.0: after the interval."""
+        self._takes_stream = True
+        """Whether the replica has the stream; those of earlier releases do not."""
         self._task = asyncio.create_task(self._run(), name=f"registration-{address}")
 
     def wake(self) -> None:
@@ -205,6 +228,7 @@ class _Replica:
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._end_stream()
         if self.is_registered:
             await self._deregister()
         await self._channel.close()
@@ -222,6 +246,7 @@ class _Replica:
                 log.exception("registration_failed", control_plane=self._address)
                 self._failed(repr(error))
             await self._pause()
+        self._end_stream()
         await self._channel.close()
 
     async def _call(self) -> None:
@@ -240,17 +265,50 @@ class _Replica:
         self._sent_version = version
         self._interval_seconds = reply.heartbeat_interval_ms / 1000 or _DEFAULT_INTERVAL_SECONDS
         self._heard(reply)
-        self.is_registered = True
+        self.is_registered = self._takes_stream = True
         self.keys = KvKeys.of(reply)
         self._owner.accepted(reply)
 
     async def _beat(self) -> None:
-        reply = await self._stub.Heartbeat(self._owner.heartbeat_request(), timeout=CALL_SECONDS)
+        request = self._owner.heartbeat_request()
+        if self._takes_stream:
+            try:
+                reply = await self._streamed(request)
+            except Unsupported:
+                self._takes_stream = False  # until it registers us again
+        if not self._takes_stream:
+            reply = await self._stub.Heartbeat(request, timeout=CALL_SECONDS)
         if reply.known:
             self._heard(reply)
         else:
             log.info("reregister_required", control_plane=self._address)
             self.is_registered = False
+
+    async def _streamed(self, request: cp.HeartbeatRequest) -> cp.HeartbeatReply:
+        """Send a heartbeat on the stream, which is opened with the first one; return the reply."""
+        if self._beats is None:
+            self._beats = _BeatStream(self._stub.Heartbeats(), self._asked)
+        try:
+            return await self._beats.beat(request)
+        except BaseException:
+            self._end_stream()
+            raise
+
+    def _asked(self, reply: cp.HeartbeatReply | None) -> None:
+        """The replica has said something unasked: call it now. Or its stream has ended (None): call it within a second.
+
+        A gateway that comes back has a thousand workers.
+        """
+        if reply is None:
+            asyncio.get_running_loop().call_later(random.uniform(0.0, self._interval_seconds), self.wake)
+            return
+        self._heard(reply)
+        self.wake()
+
+    def _end_stream(self) -> None:
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
 
     async def _deregister(self) -> None:
         info = self._owner.info
@@ -265,11 +323,13 @@ class _Replica:
         self.named = tuple(reply.replicas)
         self.kv_services = tuple(reply.kv_services)
         self.answered_at = asyncio.get_running_loop().time()
+        self._next_seconds = reply.next_ms / 1000 if isinstance(reply, cp.HeartbeatReply) else 0.0
         if self._owner.member is not None:
             self._owner.member.heard(reply)
 
     def _failed(self, reason: str) -> None:
         self._num_failures += 1
+        self._end_stream()
         if self._num_failures == 1:
             log.warning("control_plane_unreachable", control_plane=self._address, reason=reason)
         self.is_registered = False
@@ -294,9 +354,58 @@ class _Replica:
 
     def _pause_seconds(self) -> float:
         if self._num_failures == 0:  # jitter: processes that registered together must not beat together for ever
-            return self._interval_seconds * random.uniform(*_JITTER) if self.is_registered else 0.0
+            seconds = self._next_seconds or self._interval_seconds
+            return seconds * random.uniform(*_JITTER) if self.is_registered else 0.0
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._num_failures, 10))
         return longest * random.uniform(0.5, 1.0)
+
+
+class _BeatStream:
+    """One stream of heartbeats. Reads it all the time: a replica may ask for a heartbeat, or go away."""
+
+    def __init__(self, call: Any, on_message: Callable[[cp.HeartbeatReply | None], None]) -> None:
+        """`on_message` is called with each reply that nobody waits for, and with None at the end of the stream."""
+        self._call = call
+        self._on_message = on_message
+        self._expected: asyncio.Future[cp.HeartbeatReply] | None = None
+        self._failure: BaseException | None = None
+        self._reader = asyncio.create_task(self._read(), name="heartbeat-replies")
+
+    async def beat(self, request: cp.HeartbeatRequest) -> cp.HeartbeatReply:
+        """Send a heartbeat; return the next reply. Raises what ended the stream, DeadlineExceeded after two seconds."""
+        if self._failure is not None:
+            raise self._failure
+        self._expected = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                try:
+                    await self._call.write(request)
+                except Unavailable as error:
+                    log.debug("heartbeats_ended", error=error.message)  # the reader knows why
+                return await self._expected
+        except TimeoutError:
+            raise DeadlineExceeded(f"no reply to a heartbeat within {CALL_SECONDS} s") from None
+        finally:
+            self._expected = None
+
+    def close(self) -> None:
+        self._on_message = lambda reply: None
+        self._reader.cancel()
+        self._call.cancel()
+
+    async def _read(self) -> None:
+        try:
+            async for reply in self._call:
+                if self._expected is not None and not self._expected.done():
+                    self._expected.set_result(reply)
+                else:
+                    self._on_message(reply)
+            raise Unavailable("the control plane ended the stream of heartbeats")
+        except Exception as error:  # noqa: BLE001 - kept for who sends the next heartbeat
+            self._failure = error
+            if self._expected is not None and not self._expected.done():
+                self._expected.set_exception(error)
+            self._on_message(None)
 
 
 async def _listens(address: str) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply
 from tandem_engine import messages
@@ -77,6 +78,10 @@ class WorkerFront:
     def when_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
         """Call `callback` with the paths of the assets once the worker is ready."""
         self._when_ready = callback
+
+    def relay(self, heartbeat: Callable[[], cp.HeartbeatRequest], on_lost: Callable[[], None]) -> None:
+        """Send heartbeats through the host's KV service, too; `on_lost` is called when it takes no more of them."""
+        self._offload.relay(heartbeat, on_lost)
 
     # ------------------------------------------------------------------------------------- commands of gateways
 
@@ -312,9 +317,10 @@ class WorkerFront:
         return report
 
     def tables(self, max_rows: int) -> TablesReply:
-        """Return the requests, handles and blocks that this worker keeps, for the auditor."""
+        """Return the requests, handles and blocks that this worker keeps, for the auditor, and its gateways."""
         self._fill(now := pb.LoadReport())
-        return stats.worker_tables(self.incarnation, self._requests, self._connector, now.kv, max_rows)
+        rows = [self.grants.row(stream) for stream in self._streams]
+        return stats.worker_tables(self.incarnation, self._requests, self._connector, now.kv, rows, max_rows)
 
     def _fill(self, report: pb.LoadReport) -> None:
         if self._stats is not None:

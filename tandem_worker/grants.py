@@ -6,8 +6,8 @@ are numbered; the latest one that a gateway has got holds, until it expires. Roo
 again when the gateway has seen a lower grant, when its last one has expired, or when its stream ends.
 
 Gateways whose requests wait come first: by virtual time, as in weighted fair queueing. A gateway's weight is the sum of
-its parts of the accounts that wait: each account has the same weight, and a gateway that has a third of an account's
-waiting tokens has a third of the account. What is left is divided equally, for requests that will come.
+its parts of the accounts that wait: each account has the same weight, and a gateway that was asked for a third of an
+account's tokens has a third of the account. What is left is divided equally, for requests that will come.
 
 No clock, no loop, no message: `now` is in monotonic seconds.
 """
@@ -28,6 +28,10 @@ _MARGIN_SECONDS = 0.5
 _DUE_SECONDS = 5.0
 """A request that waits longer for a grant that it fits has a turn: until then, what is free is kept for it."""
 _ACTIVE_SECONDS = 2.0
+UNUSED_SECONDS = 0.25
+"""What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
+_IDLE_SECONDS = 5.0
+"""A gateway that has used and asked for nothing for so long gets no grants, until it does: a message a second less."""
 _MAX_DEBT_TOKENS = 16384
 """A gateway that begins to wait is behind the others by no more than this, whatever it has used before."""
 _MOST_STEPS = 64
@@ -47,8 +51,10 @@ class Room:
     """That a request may need beside its own, because blocks are whole and answers grow."""
     most_tokens: int = 0
     """Of the whole pool: a request that needs more is not waited for."""
-    is_idle: bool = False
-    """It has no request: it may be asked to take one of any size."""
+    takes_any: bool = False
+    """It may be asked to take one request of any size: it has none, or little left to compute."""
+    in_order: bool = False
+    """Nothing passes what is first and does not fit: its room comes soon, and the worker has work until then."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Demand:
     first_requests: int = 1
     """More than one if that request asks for several answers."""
     accounts: Mapping[int, int] = field(default_factory=dict)
-    """Waiting tokens by a digest of the account; empty: one account."""
+    """Tokens that accounts which wait have asked for lately, by a digest of the account; empty: one account."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class Grant:
     num_requests: int
     valid_seconds: float = VALID_SECONDS
     parts: Mapping[int, float] = field(default_factory=dict)
-    """Of accounts that wait at other gateways too: the part of their tokens that waits at this one."""
+    """Of accounts that wait at other gateways too: the part of what they ask for that they ask for at this one."""
+    part: float = 1.0
+    """Of the worker's time, that the gateway gets as long as the same requests wait, and some of its own."""
 
 
 @dataclass
@@ -98,17 +106,22 @@ class _Gateway:
     sent: deque[_Sent] = field(default_factory=deque)
     """The grants that the gateway may still use: those since the one that it has seen last, and none within another."""
     number: int = 0
+    needed_at: float = float("-inf")
+    """When it had its first grant, last used one or said what waits."""
     sent_at: float = float("-inf")
     used_at: float = float("-inf")
     level: float = 0.0
     """Virtual time: tokens used by the gateway's weight."""
     weight: float = 1.0
     parts: Mapping[int, float] = field(default_factory=dict)
-    """As in a grant."""
+    part: float = 1.0
+    """Both as in a grant."""
     mean_tokens: float = 0.0
     """Of a request; 0.0: none has come."""
     unmet_since: float | None = None
     """Since when its first request has had no grant that it fits; None: it has, or nothing waits."""
+    unused_since: float | None = None
+    """Since when it has had one, and has submitted nothing; None: it has none, or nothing waits."""
 
     @property
     def waits(self) -> bool:
@@ -119,6 +132,10 @@ class _Gateway:
 
     def is_due(self, now: float) -> bool:
         return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it needs no grant: the first requests after a pause come without one."""
+        return self.number > 0 and not self.waits and now - self.needed_at >= _IDLE_SECONDS
 
     def lacks(self, has: _Amount) -> bool:
         """Whether requests wait that do not fit into what the gateway has."""
@@ -174,6 +191,13 @@ class GrantDivider(Generic[_Key]):
         amounts = [each.outstanding() for each in self._gateways.values()]
         return sum(each.num_tokens for each in amounts), sum(each.num_requests for each in amounts)
 
+    def of(self, key: _Key, now: float) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the tokens and requests that a gateway has submitted under grants, and those that it still may."""
+        gateway = self._gateways[key]
+        gateway.forget_expired(now)
+        received, left = gateway.received, gateway.outstanding()
+        return (received.num_tokens, received.num_requests), (left.num_tokens, left.num_requests)
+
     def attach(self, key: _Key) -> None:
         self._num_attached += 1
         self._gateways[key] = _Gateway(self._num_attached)
@@ -195,18 +219,19 @@ class GrantDivider(Generic[_Key]):
         if not demand.num_requests or demand.first_tokens != gateway.demand.first_tokens:
             gateway.unmet_since = None
         gateway.demand = demand
+        gateway.needed_at = now
         self._weigh()
 
-    def submitted(self, key: _Key, num_tokens: int, now: float) -> None:
-        """A request has come that counts so many tokens under the gateway's grants."""
+    def submitted(self, key: _Key, num_tokens: int, now: float, num_requests: int = 1) -> None:
+        """Requests have come, or are on their way, that count so many tokens under the gateway's grants together."""
         gateway = self._gateways[key]
         if not any(each.is_active(now) for each in self._gateways.values()):
             self._forget_levels()
         gateway.received.num_tokens += num_tokens
-        gateway.received.num_requests += 1
-        gateway.mean_tokens += (num_tokens - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
-        gateway.used_at = now
-        gateway.unmet_since = None
+        gateway.received.num_requests += num_requests
+        gateway.mean_tokens += (num_tokens / num_requests - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
+        gateway.used_at = gateway.needed_at = now
+        gateway.unmet_since = gateway.unused_since = None
         gateway.level += num_tokens / gateway.weight
 
     def answered(self, key: _Key, num_tokens: int) -> None:
@@ -218,9 +243,11 @@ class GrantDivider(Generic[_Key]):
         """Return the grants that are to be sent now."""
         for gateway in self._gateways.values():
             gateway.forget_expired(now)
+            if room.in_order:
+                _charge_unused(gateway, now)
         targets = self._targets(room, now)
         out = {key: gateway.outstanding() for key, gateway in self._items()}
-        # An idle worker is asked to take a request of any size: then the targets are more than there is.
+        # A worker that takes a request of any size is asked to: then the targets are more than there is.
         left = _Amount(
             max(room.num_tokens, sum(each.num_tokens for each in targets.values())),
             max(room.num_requests, sum(each.num_requests for each in targets.values())),
@@ -264,7 +291,7 @@ class GrantDivider(Generic[_Key]):
         return shares
 
     def _give_to_waiting(self, room: Room, shares: dict[_Key, _Amount], left: _Amount, now: float) -> bool:
-        """Give room to what waits, in the order of virtual time. Return whether the rest is kept for one that is due.
+        """Give room to what waits, in the order of virtual time. Return whether the rest is kept for one that waits.
 
         If there are places for all gateways, each of those that do not wait keeps one.
         """
@@ -285,22 +312,34 @@ class GrantDivider(Generic[_Key]):
             level, order, key = heappop(queue)
             gateway, share = self._gateways[key], shares[key]
             asked = gateway.next_requests(share.num_requests, num_at_once)
-            if _fits(asked, room, left, kept) or (room.is_idle and not has_given):
+            if _fits(asked, room, left, kept) or (room.takes_any and not has_given):
                 has_given = True
                 _take(asked, room, share, left)
                 if share.num_requests < gateway.demand.num_requests:
                     heappush(queue, (level + max(1, asked.num_tokens) / gateway.weight, order, key))
+            elif room.in_order:
+                self._give_kept(shares, kept)
+                return True
         return False
+
+    def _give_kept(self, shares: dict[_Key, _Amount], kept: _Amount) -> None:
+        """Give the gateways where nothing waits what was kept for them."""
+        for key, gateway in self._items():
+            if kept.num_requests and not gateway.waits:
+                shares[key].num_requests += 1
+                shares[key].num_tokens += kept.num_tokens // kept.num_requests
 
     def _keeps_for_due(self, room: Room, shares: dict[_Key, _Amount], left: _Amount, now: float) -> bool:
         """Give to those whose turn has come, first to the one that waits longest. Return whether it needs more."""
         due = [(each.unmet_since or 0.0, each.order, key) for key, each in self._items() if each.is_due(now)]
+        has_given = False
         for _, _, key in sorted(due):
             asked = self._gateways[key].next_requests(0, 1)
-            if _fits(asked, room, left, _Amount()):
+            if _fits(asked, room, left, _Amount()) or (room.takes_any and not has_given):
+                has_given = True
                 _take(asked, room, shares[key], left)
             elif asked.num_tokens + asked.num_requests * room.tokens_per_request <= room.most_tokens:
-                return not room.is_idle
+                return True
         return False
 
     def _items(self) -> Iterable[tuple[_Key, _Gateway]]:
@@ -320,21 +359,26 @@ class GrantDivider(Generic[_Key]):
             gateway.level = 0.0
 
     def _weigh(self) -> None:
-        """Set the weights of the gateways that wait; they add up to the number of gateways."""
+        """Set the weights of the gateways that wait; they add up to the number of gateways. Others may wait next."""
         waiting = [each for each in self._gateways.values() if each.waits]
         totals: Counter[int] = Counter()
         for gateway in waiting:
             totals.update(_accounts(gateway.demand))
         for gateway in self._gateways.values():
-            gateway.parts = {}
+            gateway.parts, gateway.part = {}, 1 / (len(waiting) + 1)
         for gateway in waiting:
             parts = {account: tokens / totals[account] for account, tokens in _accounts(gateway.demand).items()}
             gateway.weight = max(1e-3, sum(parts.values()) * len(waiting) / len(totals))
             gateway.parts = {account: part for account, part in parts.items() if part < 1.0}
+            gateway.part = gateway.weight / len(waiting)
 
     def _is_worth_sending(self, gateway: _Gateway, has: _Amount, gets: _Amount, now: float, must_lower: bool) -> bool:
         """Whether a gateway should hear of a new amount now, and not with the next renewal."""
-        if now - gateway.sent_at >= RENEW_SECONDS or (must_lower and _is_less(gets, has)):
+        if must_lower and _is_less(gets, has):
+            return True
+        if gateway.is_idle(now):
+            return False
+        if now - gateway.sent_at >= RENEW_SECONDS:
             return True
         if gateway.lacks(has) and _is_less(has, gets):
             return True
@@ -372,11 +416,14 @@ def _take(asked: _Amount, room: Room, share: _Amount, left: _Amount) -> None:
 def _grant(gateway: _Gateway, gets: _Amount, now: float) -> Grant:
     gateway.number += 1
     gateway.sent_at = now
+    if gateway.number == 1:
+        gateway.needed_at = now
     grant = Grant(
         gateway.number,
         gateway.received.num_tokens + gets.num_tokens,
         gateway.received.num_requests + gets.num_requests,
         parts=gateway.parts if gateway.demand.accounts else {},
+        part=gateway.part,
     )
     while gateway.sent and _is_within(gateway.sent[-1].grant, grant):
         gateway.sent.pop()
@@ -395,24 +442,14 @@ def _note_unmet(gateway: _Gateway, now: float) -> None:
         gateway.unmet_since = None
     elif gateway.unmet_since is None:
         gateway.unmet_since = now
+    if not gateway.waits or not is_met:
+        gateway.unused_since = None
+    elif gateway.unused_since is None:
+        gateway.unused_since = now
 
 
-class SlowStart:
-    """Bounds how many requests a new worker may have without a first token: a few at first, twice as many with each."""
-
-    NUM_AT_FIRST = 4
-
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._limit = self.NUM_AT_FIRST
-
-    @property
-    def is_over(self) -> bool:
-        return self._limit >= self._num_places
-
-    def first_token(self) -> None:
-        self._limit = min(self._num_places, 2 * self._limit)
-
-    def bound(self, num_requests: int, num_without_token: int) -> int:
-        """Return how many requests may come, of `num_requests` that there is room for."""
-        return num_requests if self.is_over else max(0, min(num_requests, self._limit - num_without_token))
+def _charge_unused(gateway: _Gateway, now: float) -> None:
+    """Let others go before a gateway that waits for something else, and would keep the room from them."""
+    if gateway.unused_since is not None and now - gateway.unused_since >= UNUSED_SECONDS:
+        gateway.level += gateway.outstanding().num_tokens / gateway.weight
+        gateway.unused_since = now

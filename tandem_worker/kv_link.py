@@ -19,7 +19,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
-from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.client import KvClient, expected_service
 from tandem_runtime.kv.known_blocks import REGION_ID, KnownBlocks
 from tandem_runtime.kv.packets import close_all
 from tandem_runtime.kv.regions import RegionClient, RegionGrant, RegionKind
@@ -136,6 +136,18 @@ class KvLink:
             raise Unavailable("no KV service is known for this host; start one with `python -m kv_transfer_svc`")
         return self._connection.client
 
+    async def release_at_holder(self, handle: pb.KvHandle, reader_id: str, seconds_left: float) -> None:
+        """Release a handle at the KV service that holds it, past our own one; raises Unavailable if ours holds it."""
+        address, id = handle.holder_address, handle.holder_id
+        if address == self.address:
+            raise Unavailable(f"the KV service at {address} holds the handle, and does not answer")
+        expect = expected_service(self._member, id, address)
+        holder = KvClient(address, self._incarnation, member=self._member, expect=expect)
+        try:
+            await holder.release(handle, reader_id, seconds_left)
+        finally:
+            await holder.close()
+
     async def wait_client(self) -> tuple[KvClient, str]:
         """Wait for a KV service; return its client and its incarnation."""
         async with self._changed:
@@ -231,11 +243,11 @@ class KvLink:
         log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=pool is not None)
 
     def _client_of(self, found: cp.KvServiceAddress) -> KvClient:
-        member, lease_seconds = self._member, self._lease_seconds
-        if member is None:
-            return KvClient(found.address, self._incarnation, lease_seconds=lease_seconds)
-        expect = member.expected_or_role("kv", found.worker_id, found.address)
-        return KvClient(found.address, self._incarnation, lease_seconds=lease_seconds, member=member, expect=expect)
+        expect = expected_service(self._member, found.worker_id, found.address)
+        lease_seconds = self._lease_seconds
+        return KvClient(
+            found.address, self._incarnation, lease_seconds=lease_seconds, member=self._member, expect=expect
+        )
 
     async def _lend(self, regions: RegionClient, pool: LentPool) -> None:
         await regions.offer(

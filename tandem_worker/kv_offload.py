@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
@@ -111,6 +112,10 @@ class KVOffload:
         self._publishing: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
         self._reporter = PoolReporter(link, incarnation)
+
+    def relay(self, heartbeat: Callable[[], cp.HeartbeatRequest], on_lost: Callable[[], None]) -> None:
+        """Send heartbeats with the reports of the pool, see `PoolReporter.relay`."""
+        self._reporter.relay(heartbeat, on_lost)
 
     def on_ready(self, ready: messages.Ready) -> None:
         """Take over the layout and the pool of the loaded engine."""

@@ -1,14 +1,17 @@
 """Reports which sample points the engine's pool has to the KV service of the host, which tells gateways.
 
-A stream begins with all points; changes follow, at most four times a second. A KV service of a release without such
+A stream begins with all points; changes follow, at most four times a second. Each second it carries a heartbeat of this
+worker, too: a gateway gets those of a host in one message. A KV service of a release without such
 reports is not asked again; gateways learn from requests then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_engine import messages
 from tandem_engine.scheduling.sample_points import NUM_KEY_BYTES
@@ -20,6 +23,7 @@ from tandem_worker.kv_link import KvLink, lost_is_unavailable
 log = get_logger(__name__)
 
 _REPORT_SECONDS = 0.25
+_HEARTBEAT_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
@@ -33,7 +37,13 @@ class PoolReporter:
         self._pending: dict[bytes, bool] = {}
         """Since the last report: whether a point is there now."""
         self._changed = asyncio.Event()
+        self._heartbeat: Callable[[], cp.HeartbeatRequest] | None = None
+        self._on_lost: Callable[[], None] = lambda: None
         self._reporting: asyncio.Task[None] | None = None
+
+    def relay(self, heartbeat: Callable[[], cp.HeartbeatRequest], on_lost: Callable[[], None]) -> None:
+        """Send a heartbeat each second, too; `on_lost` is called when the KV service takes no more of them."""
+        self._heartbeat, self._on_lost = heartbeat, on_lost
 
     def start(self) -> None:
         """Begin to report: the engine is loaded, and will tell of its pool."""
@@ -68,20 +78,28 @@ class PoolReporter:
             except TandemError as error:
                 num_failures += 1
                 log.debug("pool_report_interrupted", error=error.message)
+                self._on_lost()
             await asyncio.sleep(pause_seconds(max(1, num_failures), _LONGEST_PAUSE_SECONDS))
 
     async def _reports(self) -> AsyncIterator[kv.PoolReport]:
         self._pending.clear()
-        yield kv.PoolReport(incarnation=self._incarnation, is_whole=True, stored=b"".join(self._points))
+        loop = asyncio.get_running_loop()
+        report = kv.PoolReport(incarnation=self._incarnation, is_whole=True, stored=b"".join(self._points))
+        beat_at = loop.time()
         while True:
             self._changed.clear()
-            if self._pending:
-                pending, self._pending = self._pending, {}
-                stored = b"".join(key for key, is_stored in pending.items() if is_stored)
-                evicted = b"".join(key for key, is_stored in pending.items() if not is_stored)
-                yield kv.PoolReport(incarnation=self._incarnation, stored=stored, evicted=evicted)
+            if self._heartbeat is not None and loop.time() >= beat_at:
+                report.heartbeat.CopyFrom(self._heartbeat())
+                beat_at = loop.time() + _HEARTBEAT_SECONDS
+            yield report
             await asyncio.sleep(_REPORT_SECONDS)
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(beat_at if self._heartbeat is not None else None):
+                    await self._changed.wait()
+            pending, self._pending = self._pending, {}
+            stored = b"".join(key for key, is_stored in pending.items() if is_stored)
+            evicted = b"".join(key for key, is_stored in pending.items() if not is_stored)
+            report = kv.PoolReport(incarnation=self._incarnation, stored=stored, evicted=evicted)
 
 
 def _keys(packed: bytes) -> list[bytes]:

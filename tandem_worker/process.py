@@ -22,6 +22,7 @@ from tandem_worker.requests import RequestTable
 from tandem_worker.service import WorkerService
 from tandem_worker.settings import WorkerSettings
 from tandem_worker.worker_process import WorkerProcess
+from tandem_worker.worker_room import PoolRoom, PromptRoom, WorkerRoom
 
 MakeConnector = Callable[[EngineLink, KvLink, EngineRegions, RequestTable, WorkerSettings], KVConnector]
 
@@ -51,7 +52,7 @@ class _KvWorker(WorkerProcess):
             offload,
             settings.engine_timeout_seconds,
             settings.resolved_exactness,
-            GrantSender(settings.max_num_seqs if self._role == pb.WORKER_ROLE_DECODE else None),
+            GrantSender(granted_room(settings, self._role)),
         )
         stats.export_metrics(lambda: self._front.stats, lambda: self._front.bytes_per_block)
         device_metrics.export(lambda: self._front.state.memory, lambda: stats.tokens_by_phase(self._front.stats))
@@ -66,6 +67,16 @@ class _KvWorker(WorkerProcess):
 
     def registers(self, registrar: Registrar, info: Callable[[], pb.WorkerInfo]) -> None:
         self._link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(info()))
+        self._front.relay(registrar.heartbeat_request, registrar.beat_now)
 
     async def close(self) -> None:
         await self._link.close()
+
+
+def granted_room(settings: WorkerSettings, role: pb.WorkerRole.ValueType) -> WorkerRoom | None:
+    """Return the room that the worker grants; None: it grants nothing."""
+    if role != pb.WORKER_ROLE_PREFILL:
+        return PoolRoom(settings.max_num_seqs)
+    if not settings.prompt_grants:
+        return None
+    return PromptRoom(settings.max_num_seqs, settings.max_num_waiting, settings.max_num_batched_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,8 +23,10 @@ class GatewayStream:
 
     def __init__(self, gateway_id: str = "") -> None:
         self.gateway_id = gateway_id
-        self._queue: asyncio.Queue[pb.Event | Exception | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[pb.Event | Exception | _NextPart | None] = asyncio.Queue()
         self._batch: list[pb.TokenOutput] = []
+        self._parts: deque[pb.TablesPart] = deque()
+        """Of the tables; while there are some, the place of the next one is in the queue."""
 
     def send(self, event: pb.Event) -> None:
         self._queue.put_nowait(event)
@@ -51,6 +54,13 @@ class GatewayStream:
             self.send(pb.Event(step=pb.StepBatch(step=step, outputs=self._batch)))
             self._batch = []
 
+    def send_tables(self, parts: Iterable[pb.TablesPart]) -> None:
+        """Send tables instead of those whose parts are left. Events that come meanwhile wait for one part at most."""
+        has_place = bool(self._parts)
+        self._parts = deque(parts)
+        if not has_place:
+            self._queue.put_nowait(_NEXT_PART)
+
     def close(self, error: Exception | None = None) -> None:
         """End the stream after the events sent so far; with an error if there is one."""
         self._queue.put_nowait(error)
@@ -60,7 +70,20 @@ class GatewayStream:
         while (event := await self._queue.get()) is not None:
             if isinstance(event, Exception):
                 raise event
-            yield event
+            yield event if isinstance(event, pb.Event) else self._next_part()
+
+    def _next_part(self) -> pb.Event:
+        part = self._parts.popleft()
+        if self._parts:
+            self._queue.put_nowait(_NEXT_PART)
+        return pb.Event(tables=part)
+
+
+class _NextPart:
+    """The place of a part in the queue of events."""
+
+
+_NEXT_PART = _NextPart()
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_runtime.errors import InternalError, StaleIncarnation
+from tandem_runtime.kv.table_parts import answer_parts
 from tandem_runtime.log import get_logger
 from tandem_runtime.tracebacks import message_of
 from tandem_worker.engine_state import EngineState
@@ -85,6 +86,8 @@ def _handle(front: WorkerFront, stream: GatewayStream, command: pb.Command) -> N
             front.cancel(stream, command.cancel)
         case "demand":
             front.grants.demanded(stream, command.demand)
+        case "tables":
+            stream.send_tables(answer_parts(command.tables, front.tables))
 
 
 async def _submit_choices(front: WorkerFront, stream: GatewayStream, choices: pb.SubmitChoices) -> None:
@@ -118,6 +121,7 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         worker_incarnation=front.incarnation,
         takes_choices=True,
         uses_grants=front.grants.is_used,
+        answers_tables=True,
     )
     stream.send(pb.Event(hello=reply))
     if hello.uses_grants:

@@ -191,6 +191,11 @@ class WorkerSettings(EngineSettings):
         "CUDA",
     )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
+    prompt_grants: bool = setting(
+        False,
+        "a prefill worker divides half a second of computing among the gateways, by what waits there; without that, "
+        "each sends it a second of prompts by its own estimate",
+    )
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
         "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from tandem.v1 import types_pb2 as pb
-from tandem.v1.tables_pb2 import RequestRow, TablesReply
+from tandem.v1.tables_pb2 import AttachmentRow, RequestRow, TablesReply
 from tandem_engine.messages import EngineStats
 from tandem_runtime import metrics
 from tandem_runtime.kv import tables
@@ -48,14 +48,20 @@ def stats_of_empty_pool(num_blocks: int) -> EngineStats:
 
 
 def worker_tables(
-    incarnation: str, requests: RequestTable, connector: KVConnector, pool: pb.KvPool, max_rows: int
+    incarnation: str,
+    requests: RequestTable,
+    connector: KVConnector,
+    pool: pb.KvPool,
+    attachments: Iterable[AttachmentRow],
+    max_rows: int,
 ) -> TablesReply:
-    """Return the requests, handles and pulls, at most `max_rows` of each, and the pool after the last step."""
+    """Return the requests, handles and pulls, at most `max_rows` of each, the pool after the last step, and streams."""
     reply = TablesReply(
         incarnation=incarnation,
         now_unix_ms=int(time.time() * 1000),
         pool=pool,
         num_requests_so_far=requests.num_so_far,
+        attachments=attachments,
     )
     active = list(requests)
     reply.num_left_out = tables.fill(reply.requests, active, lambda request: _row(request, pool), max_rows)

@@ -1,32 +1,40 @@
-"""Measures what block events of 1,000 workers cost a gateway: processor, messages, memory, time after a restart.
+"""Measures what block events and heartbeats of 1,000 workers cost a gateway: processor, messages, memory, start.
 
     python -m benchmarks.block_events [--quick] [--json FILE] [--markdown FILE]
 
 125 KV services with 8 workers each stand in other processes (`hosts.py`), and tell by real gRPC of workers that each
-store and evict 500 blocks a second. This process is the gateway: the real reader and the real index.
+store and evict 500 blocks a second; each worker sends a heartbeat every second. This process is the gateway: the real
+reader, the real index and the real registry behind its gRPC server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.block_events.hosts import BLOCKS_PER_PROMPT, POINTS_PER_PROMPT, PROMPTS_PER_SECOND
+from benchmarks.block_events.hosts import BLOCKS_PER_PROMPT, NICENESS, POINTS_PER_PROMPT, PROMPTS_PER_SECOND
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from control_plane.block_events import BlockEventReader
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registration import ControlPlaneService, take_relayed
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.sample_points import SamplePointIndex
+from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
+from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.lifecycle import forget_what_is_loaded
+from tandem_runtime.server import GrpcServer
 
 MAX_CPU_SHARE = 0.2
 MAX_MESSAGES_PER_SECOND = 1_500
@@ -36,6 +44,7 @@ _MAX_LAG_SECONDS = 0.05
 _COMPLETE_SHARE = 0.98
 """Of the points of all pools: some are always between host and gateway, and the index drops up to 1 %."""
 _TICK_SECONDS = 0.001
+_SWEEP_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,8 @@ class Lags:
 
 
 @asynccontextmanager
-async def fleet(size: Size, num_prompts: int) -> AsyncIterator[list[str]]:
-    """Start the stand-ins; yield their addresses."""
+async def fleet(size: Size, num_prompts: int, control: str) -> AsyncIterator[list[str]]:
+    """Start the stand-ins, which report to `control`; yield their addresses."""
     firsts = [size.num_hosts * each // size.num_processes for each in range(size.num_processes + 1)]
     processes = []
     try:
@@ -104,6 +113,9 @@ async def fleet(size: Size, num_prompts: int) -> AsyncIterator[list[str]]:
         for process in processes:
             assert process.stdout is not None, "piped above"
             addresses += json.loads(await process.stdout.readline())
+        for process in processes:
+            assert process.stdin is not None, "piped above"
+            process.stdin.write(f"{control}\n".encode())
         yield addresses
     finally:
         for process in processes:
@@ -112,28 +124,58 @@ async def fleet(size: Size, num_prompts: int) -> AsyncIterator[list[str]]:
         await asyncio.gather(*(process.wait() for process in processes))
 
 
-async def read(size: Size, num_prompts: int, addresses: Sequence[str]) -> Reading:
+@asynccontextmanager
+async def serving(registry: WorkerRegistry) -> AsyncIterator[str]:
+    """Serve a registry as a gateway does; yield the address."""
+    service = ControlPlaneService(registry, KvKeys(), [])
+
+    async def sweep() -> None:
+        while True:
+            service.ask()
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+    def add(server: Any) -> None:
+        cp_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
+
+    server = GrpcServer("127.0.0.1:0", add, ["tandem.v1.ControlPlaneService"])
+    address, sweeping = await server.start(), asyncio.create_task(sweep())
+    yield address
+    sweeping.cancel()
+    service.close()
+    await server.stop(0)
+
+
+async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses: Sequence[str]) -> Reading:
     """Be a gateway that has just started, until its index is complete and for some seconds more."""
     num_points = size.num_workers * num_prompts * POINTS_PER_PROMPT
-    registry = WorkerRegistry(1e9, 1e9)
+    direct: Counter[str] = Counter()
+
+    def heard(worker: Worker) -> None:
+        if worker.relayed_at < worker.last_heartbeat:
+            direct[worker.worker_id] += 1
+
+    registry.listen_to_loads(heard)
     index = SamplePointIndex()
-    reader = BlockEventReader(index, "gateway")
+    index.take_memory()  # as a gateway does when it starts
+    reader = BlockEventReader(index, "gateway", on_heartbeat=partial(take_relayed, registry))
     registry.listen(reader.changed)
     lags, begun = Lags(), time.perf_counter()
     for number, address in enumerate(addresses):
         info = pb.WorkerInfo(worker_id=f"kv-{number}", incarnation=f"kv-{number}", role=pb.WORKER_ROLE_KV)
         info.host_id, info.address = f"host-{number}", address
         registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
+    while len(registry.workers()) < size.num_hosts + size.num_workers:  # noqa: ASYNC110 - the condition depends on other processes
+        await asyncio.sleep(0.02)
     while len(index) < _COMPLETE_SHARE * num_points:  # noqa: ASYNC110 - the condition depends on other processes
         await asyncio.sleep(0.02)
     complete, snapshot_lag = time.perf_counter() - begun, lags.stop()
     idle = await _idle_cpu_share(1.0)
-    lags, num_before = Lags(), reader.num_batches
+    lags, num_before = Lags(), reader.num_batches + direct.total()
     begun, cpu = time.perf_counter(), time.process_time()
     await asyncio.sleep(size.seconds)
     elapsed = time.perf_counter() - begun
     share = (time.process_time() - cpu) / elapsed
-    messages = (reader.num_batches - num_before) / elapsed
+    messages = (reader.num_batches + direct.total() - num_before) / elapsed
     longest = lags.stop()
     await reader.close()
     return Reading(
@@ -163,13 +205,14 @@ async def _idle_cpu_share(seconds: float) -> float:
 async def measure(outcome: Outcome, size: Size, progress: Progress) -> None:
     """Enter what the events cost with each size of the pools."""
     log.configure("tandem-control", False, level="warning")
-    gc.freeze()  # as a service does when it starts
+    forget_what_is_loaded()
     rows: Rows = []
     for num_prompts in size.prompts_per_worker:
         progress(f"starting {size.num_hosts} hosts with {size.workers_per_host} workers of {num_prompts} prompts")
-        async with fleet(size, num_prompts) as addresses:
+        registry = WorkerRegistry(1e9, 1e9)
+        async with serving(registry) as control, fleet(size, num_prompts, control) as addresses:
             progress(f"reading for {size.seconds:g} s")
-            enter(outcome, rows, await read(size, num_prompts, addresses))
+            enter(outcome, rows, await read(size, num_prompts, registry, addresses))
     head = ("blocks cached", "points", "complete after, s", "lag then, ms", "core, %", "messages/s", "lag, ms", "MB")
     rate = PROMPTS_PER_SECOND * BLOCKS_PER_PROMPT
     title = f"{size.num_workers:,} workers on {size.num_hosts} hosts, each stores and evicts {rate} blocks a second"
@@ -224,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     async def measured(outcome: Outcome, folder: Path, progress: Progress) -> None:
         await measure(outcome, size, progress)
 
-    conditions = {"hosts": size.num_hosts, "workers": size.num_workers, "seconds": size.seconds}
+    hosts = f"{size.num_hosts}, in processes at nice {NICENESS}: they are other machines"
+    conditions = {"hosts": hosts, "workers": size.num_workers, "seconds": size.seconds}
     return run("block_events", chosen, conditions, measured)
 
 

@@ -1,6 +1,6 @@
 """Compares Tandem's router with the rules of others, and with Dynamo's own router, on a simulated fleet of H100s.
 
-python -m benchmarks.fleet [--quick] [--trace FILE ...] [--json FILE] [--markdown FILE] [--svg FOLDER] [--validate]
+python -m benchmarks.fleet [--quick] [--trace FILE ...] [--keep FOLDER] [--json FILE] [--svg FOLDER] [--validate]
 
 Traces are those given, in Mooncake's form or Azure's, with arrivals as they are and jittered, and a synthetic one of
 agents. The rates of the workers are a roofline (control_plane/simulator/profiles.py). All policies get the same
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from benchmarks.fleet.comparing import Compared, Run, compared, sheets, verdicts
+from benchmarks.fleet.comparing import Compared, Kept, Run, compared, sheets, verdicts
 from benchmarks.fleet.dynamo_policy import VARIABLE, dynamo_python
 from benchmarks.fleet.plots import plot
 from benchmarks.fleet.validation import validate
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(POLICIES)} and dynamo [all]")
     parser.add_argument("--gateways", type=int, default=1, metavar="N", help="that route without talking [1]")
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="draw p99 TTFT and goodput by load there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep each run's figures there, and do not run it again"
+    )
     parser.add_argument("--validate", action="store_true", help="only the simulator beside 2 + 2 real processes")
     return parser
 
@@ -82,12 +85,14 @@ async def _measure(options: argparse.Namespace, outcome: Outcome, folder: Path, 
     names = options.policies or [*POLICIES, *(["dynamo"] if dynamo_python() else [])]
     if unknown := set(names) - {*POLICIES, "dynamo"}:
         raise SystemExit(f"no policy {min(unknown)!r}; there are {', '.join(POLICIES)} and dynamo")
+    size = f"{num_workers}x{num_requests}x{options.gateways}"
+    kept = Kept(options.keep, size) if options.keep is not None else None
     everything: list[Compared] = []
     for title, source in _sources(options.trace, num_requests):
         for load in loads:
             run = Run(h100_fleet(num_workers, num_workers), source, _BUDGETS, load, options.gateways)
             seeds = range(options.seeds or (2 if quick else 5))
-            done = compared(title, run, names, seeds, progress)
+            done = compared(title, run, names, seeds, progress, kept)
             everything.append(done)
             outcome.figures |= done.figures()
     outcome.sheets += sheets(everything)

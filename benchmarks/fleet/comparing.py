@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.fleet.dynamo_policy import Dynamo, dynamo_python
 from benchmarks.lib.command import Progress, Sheet, Target
@@ -79,13 +81,52 @@ class Compared:
         }
 
 
-def compared(title: str, run: Run, policies: Sequence[str], seeds: Sequence[int], progress: Progress) -> Compared:
-    """Run each policy with each seed."""
+class Kept:
+    """The figures of runs that are done, each in a file: a comparison that was stopped goes on where it was.
+
+    A file is named after what was run, not after the code: whoever changes a policy deletes its files.
+    """
+
+    def __init__(self, folder: Path, size: str) -> None:
+        """`size`: what all runs of one comparison have in common, for the names."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._size = size
+
+    def path(self, title: str, load: float, seed: int, policy: str) -> Path:
+        return self._folder / f"{title.replace(', ', '_')}.{self._size}.load_{load:g}.seed_{seed}.{policy}.json"
+
+    def read(self, path: Path) -> Figures | None:
+        """Return the figures of a run; None if the run is not done."""
+        try:
+            figures: Figures = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        return figures
+
+    def write(self, path: Path, done: Figures) -> None:
+        """Keep the figures of a run, whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(done))
+        part.replace(path)
+
+
+def compared(
+    title: str, run: Run, policies: Sequence[str], seeds: Sequence[int], progress: Progress, kept: Kept | None = None
+) -> Compared:
+    """Run each policy with each seed, but those runs that are kept."""
     by_policy: dict[str, dict[str, list[float]]] = {policy: {} for policy in policies}
     for seed in seeds:
-        arrivals = run.source.arrivals(run.fleet, run.load, seed)
+        arrivals: Sequence[TraceRequest] = ()
         for policy in policies:
-            for name, value in run.figures_of(policy, arrivals, seed).items():
+            path = kept.path(title, run.load, seed, policy) if kept is not None else None
+            done = kept.read(path) if kept is not None and path is not None else None
+            if done is None:
+                arrivals = arrivals or run.source.arrivals(run.fleet, run.load, seed)
+                done = run.figures_of(policy, arrivals, seed)
+                if kept is not None and path is not None:
+                    kept.write(path, done)
+            for name, value in done.items():
                 by_policy[policy].setdefault(name, []).append(value)
         progress(f"{title}, load {run.load:g}, seed {seed}")
     return Compared(title, run.load, by_policy)

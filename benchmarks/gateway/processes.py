@@ -46,17 +46,28 @@ class Child:
         self, name: str, arguments: list[str], folder: Path, variables: Mapping[str, str], cores: set[int]
     ) -> None:
         self._log = folder / f"{name}.log"
-        with self._log.open("wb") as log:
+        self._log.write_bytes(b"")
+        self._command = die_with_parent([sys.executable, "-m", *arguments])
+        self._folder, self._variables, self._cores = folder, variables, cores
+        self._start()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                die_with_parent([sys.executable, "-m", *arguments]),
-                env=clean_environment(folder / "state", variables),
-                cwd=folder,
+                self._command,
+                env=clean_environment(self._folder / "state", self._variables),
+                cwd=self._folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        os.sched_setaffinity(self._process.pid, cores)  # before it has threads, which inherit it
+        os.sched_setaffinity(self._process.pid, self._cores)  # before it has threads, which inherit it
         self._stats = psutil.Process(self._process.pid)
+
+    def kill_and_start_again(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._start()
 
     @property
     def cpu_seconds(self) -> float:
@@ -178,9 +189,20 @@ class Processes:
 
     def engine(self, name: str, *flags: str, variables: Mapping[str, str]) -> Child:
         """Start a real decode worker, on the workers' cores."""
+        return self.service("decode_svc", name, *flags, variables=variables)
+
+    def service(
+        self,
+        module: str,
+        name: str,
+        *flags: str,
+        variables: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
+    ) -> Child:
+        """Start a real service that registers with the gateways; None: on the workers' cores."""
         control = ("--control", ",".join(self.control_addresses), "--insecure-plaintext", "--listen", "127.0.0.1:0")
-        arguments = ["decode_svc", *control, "--worker-id", name, *flags]
-        return self._child(name, arguments, variables, self._other_cores)
+        arguments = [module, *control, "--worker-id", name, *flags]
+        return self._child(name, arguments, variables or {}, self._other_cores if cores is None else set(cores))
 
     def bare(self) -> tuple[Child, tuple[str, int]]:
         """Start the bare app, on the first gateway's core; return also its address."""

@@ -14,6 +14,8 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+
 from benchmarks.gateway.stand_in_worker import CONTEXT_LENGTH, asset_chunks, model_card
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
@@ -47,6 +49,10 @@ class StandInEncoder(worker_pb2_grpc.EncodeServiceServicer):
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         return pb.EncodeReply(values=self._row * len(request.inputs))
+
+    async def Grants(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.GrantsEvent]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the stand-in takes whatever comes")
+        yield pb.GrantsEvent()
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         for chunk in asset_chunks(checkpoint_path(), self.info.card, request.digest):

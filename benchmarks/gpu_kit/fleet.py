@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks.gpu_kit.part import MissingFlag, Settings
 from benchmarks.lib import random_model
+from benchmarks.lib.later_report import LaterReport
 from benchmarks.lib.served import Served
 from benchmarks.long_prompts.asking import Answer, ask
 from benchmarks.peers.protocol import prompt_ids
@@ -96,18 +97,11 @@ class Fleet:
         return list(await asyncio.gather(*(self.ask(prompt, num_tokens) for prompt in prompts)))
 
     async def row(self, role: str) -> Row:
-        """Return what the service of a role has reported after this call."""
-        called = time.monotonic()
+        """Return what the service of a role has reported of the time after this call."""
+        report = LaterReport()
         found: Row = await self.until(
             lambda rows: next(
-                (
-                    row
-                    for row in rows
-                    if row["role"] == role
-                    and row["state"] == "ready"
-                    and row["heartbeat_age_seconds"] < time.monotonic() - called
-                ),
-                None,
+                (row for row in rows if row["role"] == role and row["state"] == "ready" and report.is_in(row)), None
             ),
             f"the {role} service reports",
             _REPORT_SECONDS,

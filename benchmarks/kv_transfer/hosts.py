@@ -71,6 +71,12 @@ class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
             waiting.set_result(request.info)
         return cp.RegisterReply(heartbeat_interval_ms=5000, handle_public_keys=KEYS.public_keys, link_key=KEYS.link_key)
 
+    async def Heartbeats(
+        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
+    ) -> AsyncIterator[cp.HeartbeatReply]:
+        async for request in requests:
+            yield await self.Heartbeat(request, context)
+
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         return cp.HeartbeatReply(known=True)
 

@@ -96,7 +96,19 @@ LONG: dict[str, Any] = {
 }
 """17 million parameters and 1 KiB of KV per token; each token depends on the prompt, because the weights are large."""
 
-SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "qwen": SHAPE_QWEN, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
+FAR: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""21 million parameters and 16 KiB of KV per token in float32: a gigabit takes about as long as a core computes."""
+
+SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "qwen": SHAPE_QWEN, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG, "far": FAR}
 
 _SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
 

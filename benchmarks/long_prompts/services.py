@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from benchmarks.lib.later_report import LaterReport
 from benchmarks.lib.served import clean_environment
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
@@ -134,15 +135,14 @@ class Services:
             await self._until(lambda: self._is_gone(service.name), f"{service.name} is gone")
 
     async def row(self, name: str) -> Row:
-        """Return what a service has reported in a heartbeat that is younger than this call."""
-        called = time.monotonic()
+        """Return what a service has reported of the time after this call."""
+        report = LaterReport()
 
-        async def young() -> Row | None:
+        async def later() -> Row | None:
             found = (await self._rows()).get(name)
-            is_young = found is not None and found["heartbeat_age_seconds"] < time.monotonic() - called
-            return found if is_young else None
+            return found if found is not None and report.is_in(found) else None
 
-        found: Row = await self._until(young, f"{name} reports")
+        found: Row = await self._until(later, f"{name} reports")
         return found
 
     async def until(self, name: str, condition: Callable[[Row], bool], what: str) -> None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.overload [--quick] [--stand-ins] [--gateways-of FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.overload --gateways 1 2 4 [--quick]
+    python -m benchmarks.overload --prompts FOLDER [--quick]
     python -m benchmarks.overload --simulated [--quick]
 
 Two gateways and the client have the first core, the workers of two models the last one. The workers are real, with a
@@ -10,7 +11,9 @@ Arrivals are random (Poisson, seeded), and nobody comes again. A greedy account 
 one for 10 % at one of them, and another one for 10 % at both. The same arrivals go through the simulator: what would
 have become of the refused, had all been accepted? `--gateways` compares numbers of gateways at 3 times the capacity,
 with stand-ins, and kills one. `--simulated` asks only the simulator, with the rates of stand-ins: one gateway at all
-loads, and 1, 2 and 4 gateways. `--gateways-of` takes the gateways from another checkout, such as the commit before.
+loads, and 1, 2 and 4 gateways. `--prompts` compares with another checkout by turns, where prefill is what lacks: a
+real prefill worker, long prompts, short answers. `--gateways-of` takes the gateways from another checkout, such as the
+commit before.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from benchmarks.overload.entering import enter
 from benchmarks.overload.gateways import compare_gateways, simulate_gateways
 from benchmarks.overload.gateways import enter as enter_gateways
 from benchmarks.overload.judging import Load
+from benchmarks.overload.prompts import compare_prompts, prompt_conditions
 from benchmarks.overload.simulated import admitted, all_accepted, asked_of
 from benchmarks.overload.systems import FIRST_CORE, MODELS, STAND_IN_SIZES, Setup, System, stand_in_profile, started
 from control_plane.admission.budgets import Budget
@@ -76,8 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
         "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count; nobody comes again",
     }
+    if options.prompts:
+        conditions = {"accounts": conditions["accounts"], **prompt_conditions(is_quick=options.quick)}
     if options.simulated:
         measure = functools.partial(_simulate, options.quick)
+    elif options.prompts:
+        measure = functools.partial(compare_prompts, options.prompts.resolve(), options.quick)
     elif options.gateways:
         measure = functools.partial(compare_gateways, options.gateways, options.quick)
     else:
@@ -90,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     made = parser("overload", __doc__ or "", "two short loads of stand-ins: does it still work?")
     made.add_argument("--stand-ins", action="store_true", help="workers that compute nothing, at twice the rate")
     made.add_argument("--gateways", type=int, nargs="+", metavar="N", help="compare these numbers of gateways instead")
+    made.add_argument("--prompts", type=Path, metavar="FOLDER", help="compare prefill under load with this checkout")
     made.add_argument("--simulated", action="store_true", help="only the simulator: both comparisons, no process")
     made.add_argument("--gateways-of", type=Path, metavar="FOLDER", help="a checkout whose code the gateways run")
     return made

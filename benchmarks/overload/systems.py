@@ -71,7 +71,7 @@ async def started(setup: Setup, folder: Path, progress: Progress) -> AsyncIterat
         for port in ports:
             processes.gateway("--listen", f"127.0.0.1:{port}", *flags, checkout=setup.checkout)
         (_stand_ins if setup.is_stand_in else _engines)(processes, folder)
-        await _wait_ready(ports)
+        await wait_ready(ports)
         addresses = [("127.0.0.1", port) for port in ports]
         if setup.is_stand_in:
             profile, capacity = stand_in_profile()
@@ -110,10 +110,11 @@ def _engines(processes: Processes, folder: Path) -> None:
         )
 
 
-async def _wait_ready(ports: Sequence[int]) -> None:
+async def wait_ready(ports: Sequence[int], models: Sequence[str] = MODELS) -> None:
+    """Return once gateways at these ports serve the models; raises RuntimeError after three minutes."""
     deadline = time.monotonic() + _READY_SECONDS
     async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-        for url in [f"http://127.0.0.1:{port}/readyz?model={model}" for port in ports for model in MODELS]:
+        for url in [f"http://127.0.0.1:{port}/readyz?model={model}" for port in ports for model in models]:
             while not await _is_ready(client, url):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{url} was not ready within {_READY_SECONDS:g} s")
@@ -128,7 +129,7 @@ async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
 
 
 def _hello(request: TraceRequest) -> dict[str, object]:
-    return _body("hello" * request.num_prompt_tokens, request)
+    return body_of("hello" * request.num_prompt_tokens, request)
 
 
 def _body_of_words() -> Callable[[TraceRequest], dict[str, object]]:
@@ -138,12 +139,13 @@ def _body_of_words() -> Callable[[TraceRequest], dict[str, object]]:
     def body(request: TraceRequest) -> dict[str, object]:
         first = request.number * 7919 + int(1000 * request.arrival)
         chosen = (vocabulary[(first + place * place) % len(vocabulary)] for place in range(request.num_prompt_tokens))
-        return _body("".join(f" {word}" for word in chosen), request)
+        return body_of("".join(f" {word}" for word in chosen), request)
 
     return body
 
 
-def _body(prompt: str, request: TraceRequest) -> dict[str, object]:
+def body_of(prompt: str, request: TraceRequest) -> dict[str, object]:
+    """Return the body of a call with that prompt, as it is."""
     return {"prompt": prompt, "raw": True, "stream": True, "max_tokens": request.num_output_tokens, "temperature": 0}
 
 

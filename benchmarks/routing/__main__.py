@@ -4,7 +4,8 @@
 
 Half of the workers are of prefill and half of decode, eight on a host, each host with a KV service. Prompts are hashed
 beforehand. Half of them have a beginning that some pool has, and belong to a session. After each decision its tokens
-are in flight, until 2 later decisions for each worker, at most 256, were made.
+are in flight and its calls are watched, until 2 later decisions for each worker, at most 256, were made. Before each
+decision one worker reports: what a decision finds prepared is what it finds in a gateway.
 
 Dynamo publishes no time of a decision that we found. Its claim is for the index alone, insertions and look-ups of many
 threads: "over 100 million operations per second" (https://docs.dynamo.nvidia.com/dynamo/dev/blog/flash-indexer.md,
@@ -26,14 +27,17 @@ from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile
 from control_plane.block_chain import BlockHashes
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.call_watch import CallWatch
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.router import Route, Router
 from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.routing.session_affinity import SessionRoute
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
+from tandem_runtime.lifecycle import forget_what_is_loaded
 
 MAX_P99_MS = 0.3
 DYNAMO = (
@@ -45,6 +49,8 @@ _PROMPT_BLOCKS = 128
 _WORKERS_PER_HOST = 8
 _KNOWN_PROMPTS = 200
 _MAX_IN_FLIGHT = 256
+_PREDICTED_SECONDS = 0.2
+"""Of each call until its first token: about what passes here until its end, so that no worker seems slow."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Fleet:
         for number in range(size.num_workers):
             self._add_worker(number)
         self._known = self._fill()
-        self._in_flight: deque[list[InFlightEntry]] = deque()
+        self._in_flight: deque[list[tuple[InFlightEntry, CallWatch]]] = deque()
 
     def request(self, number: int) -> RoutingRequest:
         """Return the next request; each second one goes on with a prompt that is cached somewhere."""
@@ -97,17 +103,35 @@ class Fleet:
         return RoutingRequest(model_id, num_tokens, 256, BlockHashes(hashes), _GRAIN, session_id)
 
     def sent(self, request: RoutingRequest, route: Route) -> None:
-        """Count the request at its workers, and end the oldest one."""
-        add = self.router.in_flight.add
-        entries = [add(route.decodes[0].incarnation, num_decode_tokens=request.num_prompt_tokens, num_answers=1)]
+        """Count the request at its workers, watch its calls, and end the oldest one."""
+        num_tokens = request.num_prompt_tokens
+        calls = [self._called(route.decodes[0], num_decode_tokens=num_tokens, num_answers=1)]
         if route.prefill is not None:
-            entries.append(add(route.prefill.incarnation, num_prefill_tokens=request.num_prompt_tokens))
+            calls.append(self._called(route.prefill, num_prefill_tokens=num_tokens))
         prefill = "" if route.prefill is None else route.prefill.incarnation
         self.router.affinity.remember(request.session_id, SessionRoute(prefill, route.decodes[0].incarnation))
-        self._in_flight.append(entries)
+        self._in_flight.append(calls)
         if len(self._in_flight) > min(_MAX_IN_FLIGHT, 2 * self._size.num_workers):
-            for entry in self._in_flight.popleft():
+            for entry, watch in self._in_flight.popleft():
                 entry.remove()
+                watch.output()
+
+    def report(self, number: int) -> None:
+        """Take in a worker's report of what it has in flight."""
+        worker = self._registry.get(f"w-{number % self._size.num_workers}")
+        assert worker is not None, "none has left"
+        load, in_flight = pb.LoadReport(), self.router.in_flight
+        load.CopyFrom(worker.load)
+        load.num_tokens_in_flight = (
+            in_flight.decode_tokens if worker.role == pb.WORKER_ROLE_DECODE else in_flight.prefill_tokens
+        )[worker.incarnation]
+        beat = cp.HeartbeatRequest(worker_id=worker.worker_id, incarnation=worker.incarnation, load=load)
+        beat.kv_address = worker.info.kv_address
+        self._registry.heartbeat(beat)
+
+    def _called(self, worker: Worker, **numbers: int) -> tuple[InFlightEntry, CallWatch]:
+        entry = self.router.in_flight.add(worker.incarnation, **numbers)
+        return entry, self.router.health.watch(worker, _PREDICTED_SECONDS)
 
     def _add_kv_service(self, host: int) -> None:
         info = pb.WorkerInfo(worker_id=f"kv-{host}", incarnation=f"kv-{host}", role=pb.WORKER_ROLE_KV)
@@ -149,18 +173,19 @@ class Fleet:
 
 def measured(size: Size) -> list[float]:
     """Return the milliseconds of processor time of each decision."""
-    fleet, found = Fleet(size), []
-    gc.collect()
-    gc.freeze()  # as a service does when it starts
+    fleet, found, thresholds = Fleet(size), [], gc.get_threshold()
+    forget_what_is_loaded()  # as a gateway does when it starts
     try:
         for number in range(size.num_choices + size.num_choices // 10):
             request = fleet.request(number)
+            fleet.report(number)
             begun = time.thread_time_ns()
             route = fleet.router.choose(request)
             found.append((time.thread_time_ns() - begun) / 1e6)
             fleet.sent(request, route)
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
     return found[size.num_choices // 10 :]  # the first ones warm caches up
 
 

@@ -86,6 +86,12 @@ class Ledger:
         self._openings: list[_PendingOpening] = []
         self._closings: list[dict[str, Any]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._is_failing = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last rows could not be written: the next ones may not be, either."""
+        return self._is_failing
 
     def check(self) -> None:
         """Raise Unavailable if the database failed a moment ago: such a request could not be written."""
@@ -162,6 +168,7 @@ class Ledger:
         except Exception as unexpected:
             log.exception("ledger_failed")
             error = InternalError(f"the ledger could not be written: {message_of(unexpected)}")
+        self._is_failing = error is not None
         for _, written in openings:
             _resolve(written, error)
         return error

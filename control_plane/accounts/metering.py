@@ -63,6 +63,12 @@ class LedgerEntry(Protocol):
     async def opened(self) -> None:
         """Wait until the row is written. Raise Unavailable if it cannot be."""
 
+    async def expected(self) -> None:
+        """Return at once if the row will be written as far as is known; else wait and raise as `opened` does."""
+
+    def when_refused(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it is known that the row cannot be written."""
+
     def priced(self, usage: Usage) -> Usage:
         """Return the usage with its price."""
 
@@ -119,9 +125,10 @@ class Metering:
             request.num_choices,
             request.num_prompt_tokens,
         )
+        is_doubtful = self._ledger.is_failing
         written = self._ledger.open(opening)
         price = self.price_of(request.model_id)
-        return _MeteredEntry(self, caller, opening, written, price, admission, on_closed)
+        return _MeteredEntry(self, caller, opening, written, price, admission, on_closed, is_doubtful=is_doubtful)
 
     def gateway_ends(self) -> None:
         """From now on the gateway cuts what is left: a request that is cancelled was not left by its client."""
@@ -162,7 +169,10 @@ class _MeteredEntry:
         price: Price,
         admission: Admission | None,
         on_closed: OnClosed | None,
+        *,
+        is_doubtful: bool,
     ) -> None:
+        """`is_doubtful`: the rows before this one could not be written."""
         self._metering = metering
         self._headers = caller.answer_headers
         self._opening = opening
@@ -171,9 +181,21 @@ class _MeteredEntry:
         self._admission = admission
         self._on_closed = on_closed
         self._is_closed = False
+        self._is_doubtful = is_doubtful
 
     async def opened(self) -> None:
         await asyncio.shield(self._written)
+
+    async def expected(self) -> None:
+        if self._is_doubtful or self._written.done():
+            await self.opened()
+
+    def when_refused(self, callback: Callable[[], None]) -> None:
+        def written(row: asyncio.Future[None]) -> None:
+            if not row.cancelled() and row.exception() is not None:
+                callback()
+
+        self._written.add_done_callback(written)
 
     def priced(self, usage: Usage) -> Usage:
         return replace(usage, microneurons=self._price.microneurons(usage))
@@ -226,6 +248,12 @@ class _UnmeteredEntry:
 
     async def opened(self) -> None:
         return
+
+    async def expected(self) -> None:
+        return
+
+    def when_refused(self, callback: Callable[[], None]) -> None:
+        """There is no row."""
 
     def priced(self, usage: Usage) -> Usage:
         return usage

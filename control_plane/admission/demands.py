@@ -53,6 +53,12 @@ class Demands:
             if (rate := weighted * factor) > _LEAST_RATE:
                 yield asker, rate
 
+    def amounts(self, now: float) -> Iterator[tuple[Asker, float]]:
+        """Yield who has asked, and for how much: what was asked for a half-life ago counts half."""
+        factor = 1 / self._weight(now)
+        for asker, weighted in self._sums.items():
+            yield asker, weighted * factor
+
     def scale(self, factor: float) -> None:
         """The unit of costs has changed."""
         for asker in self._sums:

@@ -16,13 +16,12 @@ from typing import Literal
 from control_plane.admission.budgets import Budget
 from control_plane.admission.cached_shares import CachedShares
 from control_plane.admission.demands import Demands
+from control_plane.admission.let_in_rate import LetInRate
 from control_plane.admission.prices import Prices
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.virtual_counters import VirtualCounters
-from control_plane.admission.waiting_demand import WaitingDemand
+from control_plane.admission.waiting_demand import PrefillShare, WaitingDemand
 
-_HALF_LIFE_SECONDS = 10.0
-"""The rate at which waiting requests are let in forgets a half in so long a time in which any waited."""
 _NUM_ROUNDS = 4
 SURE = 0.6
 """A request may wait if its predicted wait is at most that part of what it may be: predictions are off by a fifth or
@@ -30,10 +29,8 @@ more, and who waits in vain is refused late."""
 _LAST = 0.9
 """Who has not had its turn by then gets none: the prompt takes time, too."""
 _LULL = 4.0
-"""Until the rate is measured, so much more is let wait: before, workers computed fewer requests at once, each at a
-higher price, and a burst of requests ends that much sooner than their prices tell."""
-_MIN_LET_IN, _MIN_SECONDS = 4, 0.5
-"""Before the rate is known."""
+"""Until the rate is measured, so much more is let wait: workers have computed fewer requests at once, each at a higher
+price, and a burst of requests ends that much sooner than their prices tell."""
 
 
 @dataclass(eq=False)
@@ -47,14 +44,22 @@ class Waiter:
     """Of the prompt: what a worker must have free."""
     cost_ms: float = 1.0
     """Predicted device time of prompt and answer."""
+    work: float = 0.0
+    """That in tokens of an answer, once it has waited: their price changes with the batch, and the work does not."""
     num_answer_tokens: float = 0.0
     """Predicted."""
     charged_ms: float = 0.0
     """What its account was charged as it was let in."""
     is_moving: bool = False
     """Its worker was lost: it is before all others, and beyond the bounds."""
+    has_begun: bool = False
+    """Workers have done a part of it: it is beyond the bounds, too, but in its turn."""
     num_choices: int = 1
     """Answers that it asks for: a worker that is handed the prompt needs room for each."""
+    num_prefill_tokens: int | None = None
+    """That a prefill worker would compute, when it last looked for room; 0: none would; None: it has not looked."""
+    has_come: bool = False
+    """It counts to what its account asks for."""
     order: int | None = None
     """Its arrival; None: it has not waited yet."""
     came_at: float = 0.0
@@ -118,32 +123,25 @@ class _Line:
 
     def __init__(self) -> None:
         self.by_account: dict[str, list[Waiter]] = {}
-        self.cost_ms: dict[str, float] = {}
+        self.work: dict[str, float] = {}
         """Of each account's waiters together."""
 
     def add(self, waiter: Waiter) -> None:
         insort(self.by_account.setdefault(waiter.account, []), waiter, key=_order)
-        self.cost_ms[waiter.account] = self.cost_ms.get(waiter.account, 0.0) + waiter.cost_ms
+        self.work[waiter.account] = self.work.get(waiter.account, 0.0) + waiter.work
 
     def remove(self, waiter: Waiter) -> None:
         own = self.by_account[waiter.account]
         own.remove(waiter)
-        self.cost_ms[waiter.account] -= waiter.cost_ms
+        self.work[waiter.account] -= waiter.work
         if not own:
-            del self.by_account[waiter.account], self.cost_ms[waiter.account]
+            del self.by_account[waiter.account], self.work[waiter.account]
 
     def before(self, waiter: Waiter) -> float:
-        """Return the cost of what its account has waiting before a request, which may be one of them."""
+        """Return the work that its account has waiting before a request, which may be one of them."""
         if waiter.order is None:
-            return self.cost_ms.get(waiter.account, 0.0)
-        return sum(each.cost_ms for each in self.by_account.get(waiter.account, ()) if _order(each) < waiter.order)
-
-    def scale(self, factor: float) -> None:
-        """The unit of costs has changed."""
-        for waiter in self:
-            waiter.cost_ms *= factor
-        for account in self.cost_ms:
-            self.cost_ms[account] *= factor
+            return self.work.get(waiter.account, 0.0)
+        return sum(each.work for each in self.by_account.get(waiter.account, ()) if _order(each) < waiter.order)
 
     def first(self, counters: VirtualCounters) -> Waiter | None:
         heads = (own[0] for own in self.by_account.values())
@@ -164,7 +162,10 @@ class ModelAdmission:
         self.counters = VirtualCounters()
         self.prices = Prices()
         self._demands = Demands()
+        self._asked = Demands()
+        """Tokens of prompts in place of milliseconds, of all requests: those that were refused, too."""
         self.cached = CachedShares()
+        self.prefill_share = PrefillShare()
         self._moving: list[Waiter] = []
         self._lines: dict[int, _Line] = {}
         self._num_by_account: Counter[str] = Counter()
@@ -174,7 +175,9 @@ class ModelAdmission:
         self._num_arrived = 0
         self._workers: set[str] = set()
         """That have reported, and are still there."""
-        self._rate = _Rate()
+        self._parts: dict[str, float] = {}
+        """Of the time of workers, which their grants give to this gateway."""
+        self._rate = LetInRate()
 
     def __len__(self) -> int:
         return self._num_by_class.total()
@@ -197,10 +200,12 @@ class ModelAdmission:
         """
         if waiter.order is None:
             if not waiter.is_moving:
-                self.check_bounds(waiter, has_accounts=has_accounts)
-                self._demands.asked((waiter.service_class, waiter.account), waiter.cost_ms, now)
+                if not waiter.has_begun:
+                    self.check_bounds(waiter, has_accounts=has_accounts)
+                self._came(waiter, now)
             self._num_arrived += 1
             waiter.order, waiter.came_at = self._num_arrived, now
+            self._weigh(waiter)
         self._looking.discard(waiter)
         waiter.tried_at = now
         if not len(self):
@@ -246,9 +251,35 @@ class ModelAdmission:
             return self._moving[0]
         return self._lines[max(self._lines)].first(self.counters) if self._lines else None
 
-    def demand(self) -> WaitingDemand:
-        """Return what waits, for the workers."""
-        return WaitingDemand.of(self, self.first())
+    def refused(self, waiter: Waiter, now: float) -> None:
+        """A request may not wait: its account has asked for it all the same. It was noted if it has looked for room."""
+        if not waiter.has_come:
+            self._note_asked(waiter, now)
+
+    def _came(self, waiter: Waiter, now: float) -> None:
+        """A request looks for room, or begins to wait: note it once."""
+        if not waiter.has_come:
+            waiter.has_come = True
+            self._demands.asked((waiter.service_class, waiter.account), waiter.cost_ms, now)
+            self._note_asked(waiter, now)
+
+    def _note_asked(self, waiter: Waiter, now: float) -> None:
+        self._asked.asked((waiter.service_class, waiter.account), waiter.num_tokens * waiter.num_choices, now)
+
+    def demand(self, now: float) -> WaitingDemand:
+        """Return what waits, for the workers that generate answers."""
+        return WaitingDemand.of(self, self.first(), self._asked_tokens(now))
+
+    def prompt_demand(self, now: float) -> WaitingDemand:
+        """Return what prefill workers would compute of that."""
+        return WaitingDemand.of_prompts(self, self.first(), self._asked_tokens(now), self.prefill_share)
+
+    def _asked_tokens(self, now: float) -> dict[str, float]:
+        """Return the tokens that each account has asked for lately."""
+        found: dict[str, float] = {}
+        for (_, account), num_tokens in self._asked.amounts(now):
+            found[account] = found.get(account, 0.0) + num_tokens
+        return found
 
     def let_in(self, waiter: Waiter, device_ms: float, now: float) -> None:
         """A request was sent to a worker, whose device its prompt takes for `device_ms`.
@@ -257,7 +288,8 @@ class ModelAdmission:
         tokens come, and nobody could say when another's turn is.
         """
         if waiter.order is not None:
-            self._rate.let_in(waiter.cost_ms, now)
+            self._weigh(waiter)
+            self._rate.let_in(waiter.work, now)
         self.counters.let_in(waiter.account)
         waiter.charged_ms = device_ms + waiter.num_answer_tokens * self.prices.ms_per_answer_token
         self.counters.charge(waiter.account, waiter.charged_ms)
@@ -266,28 +298,33 @@ class ModelAdmission:
         """The workers have not taken a request that was let in."""
         self.counters.charge(waiter.account, -waiter.charged_ms)
         if waiter.order is not None:
-            self._rate.take_back(waiter.cost_ms)
+            self._rate.take_back(waiter.work)
 
     def started(self, waiter: Waiter, num_computed_tokens: int, device_ms: float) -> AnswerMeter:
         """The workers have taken a request; the prices learn from its route. Return what charges for its answers."""
         self.prices.routed(num_computed_tokens, device_ms)
         return AnswerMeter(self.counters, waiter.account, self.prices, waiter.num_answer_tokens)
 
-    def stepped(self, worker: str, step_seconds: float, num_tokens: float) -> None:
+    def granted(self, worker: str, part: float, now: float) -> None:
+        """A worker's grant gives this gateway that part of the worker's time, as far as requests wait."""
+        if self._parts.get(worker) != part:
+            self._parts[worker] = part
+            self._count_workers(now)
+
+    def stepped(self, worker: str, step_seconds: float, num_tokens: float, now: float) -> None:
         """A decode worker of the model has reported its steps since its last report.
 
         The first report of all makes what was charged until then right.
         """
-        self._workers.add(worker)
+        if worker not in self._workers:
+            self._workers.add(worker)
+            self._count_workers(now)
         was_measured, assumed_ms = self.prices.is_measured, self.prices.ms_per_answer_token
         self.prices.stepped(step_seconds, num_tokens)
         if self.prices.is_measured and not was_measured:
             factor = self.prices.ms_per_answer_token / assumed_ms
             self.counters.scale(factor)
-            self._rate.scale(factor)
             self._demands.scale(factor)
-            for line in self._lines.values():
-                line.scale(factor)
 
     def used_elsewhere(self, account: str, num_prompt_tokens: float, num_answer_tokens: float) -> None:
         """Other gateways' requests of an account have had so many tokens computed and sampled at the model's workers.
@@ -300,12 +337,26 @@ class ModelAdmission:
                 self.counters.let_in(account)
             self.counters.charge(account, self.prices.tokens_ms(num_prompt_tokens, num_answer_tokens))
 
-    def worker_gone(self, worker: str) -> None:
+    def worker_gone(self, worker: str, now: float) -> None:
         self._workers.discard(worker)
+        self._parts.pop(worker, None)
+        self._count_workers(now)
+
+    def _weigh(self, waiter: Waiter) -> None:
+        """Note the work of a request when it is first counted."""
+        waiter.work = waiter.work or waiter.cost_ms / self.prices.ms_per_answer_token
+
+    def _count_workers(self, now: float) -> None:
+        self._rate.changed(self._part, len(self._workers), now)
+
+    @property
+    def _part(self) -> float:
+        """Return this gateway's part of a worker's time; 1.0 where workers do not tell."""
+        return sum(self._parts.values()) / len(self._parts) if self._parts else 1.0
 
     def pass_by(self, waiter: Waiter, now: float) -> None:
         """A request need not wait: its account rejoins all the same."""
-        self._demands.asked((waiter.service_class, waiter.account), waiter.cost_ms, now)
+        self._came(waiter, now)
         self.counters.arrive(waiter.account)
         self.counters.leave(waiter.account)
 
@@ -316,15 +367,18 @@ class ModelAdmission:
         what their counters lack of that, as far as what waits and what they ask for goes.
         Until some were let in while others waited, a device is taken to do a second's work in a second.
         """
-        rate = self._rate.ms_per_second(now) or 1000.0 * len(self._workers)
+        token_ms = self.prices.ms_per_answer_token
+        assumed = 1000.0 * len(self._workers) * self._part
+        rate = self._rate.per_second(now) * token_ms or assumed
         if not rate:
             return None
-        half_ms, before_ms, before_asked = self._rate.mean_ms / 2, sum(each.cost_ms for each in self._moving), 0.0
+        before, before_asked = sum(each.work for each in self._moving), 0.0
         for service_class, line in self._lines.items():
             if service_class > newcomer.service_class:
-                before_ms += sum(line.cost_ms.values())
+                before += sum(line.work.values())
         own_line = self._lines.get(newcomer.service_class, _NOBODY)
-        own_ms = own_line.before(newcomer)
+        half_ms, before_ms = token_ms * self._rate.mean_work / 2, token_ms * before
+        own_ms = token_ms * own_line.before(newcomer)
         asked = {account: 0.0 for account in own_line.by_account if account != newcomer.account}
         for (service_class, account), rate_of_asker in self._demands.rates(now):
             if service_class > newcomer.service_class:
@@ -332,14 +386,15 @@ class ModelAdmission:
             elif service_class == newcomer.service_class and account != newcomer.account:
                 asked[account] = rate_of_asker
         counters, least_ms = self.counters, self.counters.least_ms
-        turn_ms = counters.rejoins_at(newcomer.account) + own_ms
+        turn_ms = counters.rejoins_at(newcomer.account) + own_ms / counters.part_of(newcomer.account)
         others = []
         for account, per_second in asked.items():
             own = own_line.by_account.get(account, ())
             used_ms = counters.of(account) if own else max(least_ms, counters.of(account))
             if used_ms <= turn_ms:
-                waiting_ms = own_line.cost_ms.get(account, 0.0)
-                others.append((waiting_ms, per_second, _before(turn_ms - used_ms, waiting_ms, len(own))))
+                waiting_ms = token_ms * own_line.work.get(account, 0.0)
+                lacking_ms = (turn_ms - used_ms) * counters.part_of(account)
+                others.append((waiting_ms, per_second, _before(lacking_ms, waiting_ms, len(own))))
         seconds = 0.0
         for _ in range(_NUM_ROUNDS):  # the longer it takes, the more others have asked for by then
             others_ms = sum(min(each + per_second * seconds, most) for each, per_second, most in others)
@@ -355,7 +410,7 @@ class ModelAdmission:
             return None
         predicted = self.predicted_wait_seconds(newcomer, now)
         longest = longest_wait(budget, seconds)
-        if predicted is not None and not self._rate.is_measured(now) and predicted <= _LULL * SURE * longest:
+        if predicted is not None and not self._rate.is_measured and predicted <= _LULL * SURE * longest:
             return None
         return predicted if predicted is not None and predicted > SURE * longest > 0 else None
 
@@ -378,79 +433,6 @@ class ModelAdmission:
             raise Full("batch", num_batch, self._bounds.max_batch)
 
 
-@dataclass
-class _Rate:
-    """How much predicted device time of waiting requests is let in per second while any waits.
-
-    Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing.
-    """
-
-    _busy_since: float | None = None
-    _seconds: float = 0.0
-    """While any waited; both sums forget what is long ago."""
-    _let_in_ms: float = 0.0
-    _num_recent: float = 0.0
-    """Requests of that sum, forgotten as it is."""
-    _num_let_in: int = 0
-    _began_at: float = 0.0
-    """When requests began to wait that wait now, or waited last."""
-    _num_let_in_since: int = 0
-
-    def waits(self, now: float) -> None:
-        """At least one request waits from now on."""
-        self._advance(now)
-        self._busy_since = self._began_at = now
-        self._num_let_in_since = 0
-
-    def is_measured(self, now: float) -> bool:
-        """Whether enough were let in since requests began to wait: before, the rate is that of another load."""
-        is_long = self._busy_since is not None and now - self._began_at >= _MIN_SECONDS
-        return is_long and self._num_let_in_since >= _MIN_LET_IN
-
-    def nobody_waits(self, now: float) -> None:
-        self._advance(now)
-        self._busy_since = None
-
-    def let_in(self, cost_ms: float, now: float) -> None:
-        self._advance(now)
-        self._let_in_ms += cost_ms
-        self._num_recent += 1
-        self._num_let_in += 1
-        self._num_let_in_since += 1
-
-    def take_back(self, cost_ms: float) -> None:
-        self._let_in_ms = max(0.0, self._let_in_ms - cost_ms)
-        self._num_recent = max(0.0, self._num_recent - 1)
-        self._num_let_in -= 1
-        self._num_let_in_since -= 1
-
-    def scale(self, factor: float) -> None:
-        """The unit of costs has changed."""
-        self._let_in_ms *= factor
-
-    @property
-    def mean_ms(self) -> float:
-        """Return the cost of a request that was let in, on average."""
-        return self._let_in_ms / self._num_recent if self._num_recent else 0.0
-
-    def ms_per_second(self, now: float) -> float:
-        """Return the rate; 0.0 while too little is known."""
-        self._advance(now)
-        if self._num_let_in < _MIN_LET_IN or self._seconds < _MIN_SECONDS:
-            return 0.0
-        return self._let_in_ms / self._seconds
-
-    def _advance(self, now: float) -> None:
-        if self._busy_since is None:
-            return
-        seconds = max(0.0, now - self._busy_since)
-        kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
-        self._seconds = self._seconds * kept + seconds
-        self._let_in_ms *= kept
-        self._num_recent *= kept
-        self._busy_since = now
-
-
 def _before(lacking_ms: float, waiting_ms: float, num_waiting: int) -> float:
     """Return what an account gets before its counter has grown by `lacking_ms`: whole requests, if any wait."""
     mean_ms = waiting_ms / num_waiting if num_waiting else 0.0
@@ -470,7 +452,7 @@ def seconds_left(waiter: Waiter, budget: Budget, now: float) -> float:
 
 
 def _is_bound(waiter: Waiter) -> bool:
-    return not waiter.is_moving and waiter.service_class != ServiceClass.BATCH
+    return not (waiter.is_moving or waiter.has_begun) and waiter.service_class != ServiceClass.BATCH
 
 
 def _order(waiter: Waiter) -> int:

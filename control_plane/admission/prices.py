@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _OLD_WEIGHT = 0.95
 _ASSUMED_MS_PER_PROMPT_TOKEN = 1.0
 _ASSUMED_MS_PER_ANSWER_TOKEN = 10.0
 _ASSUMED_ANSWER_TOKENS = 128.0
 _ASSUMED_BYTES_PER_TOKEN = 4.0
+
+
+@dataclass
+class _Ratio:
+    """Of two sums that forget what is long ago: a prompt of one token does not count like one of a thousand."""
+
+    numerator: float = 0.0
+    denominator: float = 0.0
+
+    def added(self, numerator: float, denominator: float) -> float:
+        """Add to both sums, and return their ratio. `denominator` is above 0."""
+        self.numerator = _OLD_WEIGHT * self.numerator + numerator
+        self.denominator = _OLD_WEIGHT * self.denominator + denominator
+        return self.numerator / self.denominator
 
 
 @dataclass
@@ -23,29 +37,25 @@ class Prices:
     """Of bodies, by the tokens of their prompts."""
     answer_tokens: float = _ASSUMED_ANSWER_TOKENS
     """Length of an answer."""
-    _num_routed: int = 0
     _num_prepared: int = 0
     _num_answered: int = 0
-    _step_seconds: float = 0.0
-    _num_sampled: float = 0.0
+    _routed: _Ratio = field(default_factory=_Ratio)
+    _stepped: _Ratio = field(default_factory=_Ratio)
 
     @property
     def is_measured(self) -> bool:
         """Whether workers have told what answers take."""
-        return self._num_sampled > 0
+        return self._stepped.denominator > 0
 
     def routed(self, num_tokens: int, device_ms: float) -> None:
         """A prompt was sent to a worker that is predicted to compute `num_tokens` of it in `device_ms`."""
         if num_tokens > 0:
-            self._num_routed += 1
-            self.ms_per_prompt_token = _mixed(self.ms_per_prompt_token, device_ms / num_tokens, self._num_routed)
+            self.ms_per_prompt_token = self._routed.added(device_ms, num_tokens)
 
     def stepped(self, step_seconds: float, num_tokens: float) -> None:
         """A worker has reported steps that took so long together, and sampled so many tokens."""
         if step_seconds > 0 and num_tokens > 0:
-            self._step_seconds = _OLD_WEIGHT * self._step_seconds + step_seconds
-            self._num_sampled = _OLD_WEIGHT * self._num_sampled + num_tokens
-            self.ms_per_answer_token = 1000.0 * self._step_seconds / self._num_sampled
+            self.ms_per_answer_token = self._stepped.added(1000.0 * step_seconds, num_tokens)
 
     def prepared(self, num_bytes: int, num_tokens: int) -> None:
         """A body of so many bytes has become a prompt of so many tokens."""

@@ -74,8 +74,11 @@ class VirtualCounters:
 
     def charge(self, account: str, device_ms: float) -> None:
         """Add what an account has used; a negative amount takes a charge back."""
-        part = max(_LEAST_PART, self._parts.get(account, 1.0))
-        self._set(account, self.of(account) + device_ms / part)
+        self._set(account, self.of(account) + device_ms / self.part_of(account))
+
+    def part_of(self, account: str) -> float:
+        """Return which part of what an account asks for it asks for here."""
+        return max(_LEAST_PART, self._parts.get(account, 1.0))
 
     def knows(self, account: str) -> bool:
         return account in self._used_ms

@@ -162,6 +162,11 @@ class WorkerRooms:
             call.grant = attachment.sent(num_tokens, self._clock())
         return call
 
+    def is_granted(self, incarnation: str, num_tokens: int) -> bool | None:
+        """Return whether one request is within what a worker has granted; None: that does not say."""
+        attachment = self._attachment(incarnation)
+        return None if attachment is None else attachment.has_room(num_tokens, 1, self._clock())
+
     def has_room(
         self,
         incarnation: str,

@@ -53,6 +53,18 @@ class PhaseObject(TypedDict):
     num_tokens: int
 
 
+class ExpectedHandOverObject(TypedDict):
+    """What the router expected of the hand-over from a prefill worker's host to the decode worker's."""
+
+    from_host: str
+    to_host: str
+    num_bytes: int
+    fixed_ms: float
+    transfer_ms: float
+    wait_ms: float
+    bytes_per_second: int
+
+
 class CandidateObject(TypedDict):
     """A worker that the router compared."""
 
@@ -66,6 +78,7 @@ class CandidateObject(TypedDict):
     cached_tokens: dict[str, int]
     load: float
     is_chosen: bool
+    hand_over: ExpectedHandOverObject | None
 
 
 class AttemptObject(TypedDict):
@@ -87,7 +100,7 @@ class RouteObject(TypedDict):
 
 
 class GrantObject(TypedDict):
-    """What the grant of the decode worker left before the request was sent there."""
+    """What a worker's grant left before the request was sent there."""
 
     number: int
     num_tokens: int
@@ -103,6 +116,7 @@ class AdmissionObject(TypedDict):
     cost_ms: float
     used_ms: float
     grant: GrantObject | None
+    prefill_grant: GrantObject | None
 
 
 class CrossingObject(TypedDict):

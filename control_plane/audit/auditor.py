@@ -65,11 +65,11 @@ class Auditor:
         registry: WorkerRegistry,
         links: LinkPool,
         gateway_id: str,
+        table_reader: TableReader,
         *,
         is_alone: bool = True,
         audit_seconds: float = 10.0,
         grace_seconds: float = 5.0,
-        table_reader: TableReader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = AuditReport()
@@ -79,7 +79,7 @@ class Auditor:
         self._is_alone = is_alone
         self._audit_seconds = audit_seconds
         self._grace_seconds = grace_seconds
-        self._table_reader = table_reader or TableReader()
+        self._table_reader = table_reader
         self._clock = clock
         self._suspicions = Suspicions()
         self._known: dict[tuple[str, str, str, str], Finding] = {}

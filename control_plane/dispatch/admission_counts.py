@@ -54,18 +54,21 @@ class AdmissionCounts:
             yield Observation(num, {"model": model_id, "cause": cause})
 
 
-def export(counts: AdmissionCounts, num_granted: Callable[[], Mapping[str, int]]) -> None:
-    """`num_granted` returns how many requests may be sent by grants, by model; it is called in any thread."""
+def export(counts: AdmissionCounts, *num_granted: Callable[[], Mapping[str, int]]) -> None:
+    """`num_granted` return how many requests may be sent by grants, by model; they are called in any thread."""
     meter = metrics.meter()
 
     def granted(options: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(num, {"model": model_id}) for model_id, num in num_granted().items()]
+        sums: Counter[str] = Counter()
+        for granted_by_model in num_granted:
+            sums.update(granted_by_model())
+        return [Observation(num, {"model": model_id}) for model_id, num in sums.items()]
 
     meter.create_observable_gauge(
         "tandem.admission.granted",
         [granted],
         "{request}",
-        "Requests that this gateway may still send by the grants of the decode workers.",
+        "Requests that this gateway may still send by the grants of the decode and encode workers.",
     )
     meter.create_observable_gauge(
         "tandem.admission.waiting", [counts.waiting], "{request}", "Requests that wait for room, by class."

@@ -80,7 +80,12 @@ class AdmissionQueue:
     def demand(self, model_id: str) -> WaitingDemand:
         """Return what waits for a model."""
         room = self._rooms.get(model_id)
-        return room.demand() if room is not None else WaitingDemand()
+        return room.demand(self._clock()) if room is not None else WaitingDemand()
+
+    def prompt_demand(self, model_id: str) -> WaitingDemand:
+        """Return what prefill workers would compute of that."""
+        room = self._rooms.get(model_id)
+        return room.prompt_demand(self._clock()) if room is not None else WaitingDemand()
 
     def num_waiting(self, model_id: str) -> int:
         room = self._rooms.get(model_id)
@@ -168,6 +173,7 @@ class AdmissionQueue:
         predicted = self.room(model_id).too_late_seconds(waiter, budget, seconds, self._clock())
         if predicted is not None:
             longest = longest_wait(budget, seconds)
+            self.room(model_id).refused(waiter, self._clock())
             self.counts.refused(model_id, "late")
             raise Overloaded(
                 f"{self.num_waiting(model_id)} requests wait for {model_id}, and this one would wait for about "
@@ -193,10 +199,14 @@ class AdmissionQueue:
     def _predicted_seconds(self, waiter: Waiter) -> float | None:
         return self.room(waiter.model_id).predicted_wait_seconds(waiter, self._clock())
 
-    def let_in(self, waiter: Waiter, device_ms: float = 0.0) -> None:
-        """A request was sent to workers, whose devices its prompt takes for `device_ms`: the next one may look."""
+    def let_in(self, waiter: Waiter, device_ms: float = 0.0, *, is_last: bool = False) -> None:
+        """A request was sent to workers, whose devices its prompt takes for `device_ms`: the next one may look.
+
+        `is_last`: it may not; it is expected to find no room.
+        """
         self.room(waiter.model_id).let_in(waiter, device_ms, self._clock())
-        self.release_next(waiter.model_id)
+        if not is_last:
+            self.release_next(waiter.model_id)
 
     def gone(self, waiter: Waiter) -> None:
         """A request looks for room no more, whatever it has found: call this once it has started or failed."""
@@ -206,6 +216,17 @@ class AdmissionQueue:
         """The workers have not taken a request that was let in."""
         self.room(waiter.model_id).take_back(waiter)
 
+    def stepped(self, model_id: str, worker: str, step_seconds: float, num_tokens: float) -> None:
+        """A decode worker of the model has reported its steps since its last report."""
+        self.room(model_id).stepped(worker, step_seconds, num_tokens, self._clock())
+
+    def granted(self, model_id: str, worker: str, part: float) -> None:
+        """A decode worker's grant gives this gateway that part of the worker's time, as far as requests wait."""
+        self.room(model_id).granted(worker, part, self._clock())
+
+    def worker_gone(self, model_id: str, worker: str) -> None:
+        self.room(model_id).worker_gone(worker, self._clock())
+
     def release_next(self, model_id: str) -> None:
         """Let the model's next request look for room. Call when there may be more than before."""
         room = self._rooms.get(model_id)
@@ -213,17 +234,19 @@ class AdmissionQueue:
         if waiter is not None:
             self._give_turn(waiter)
 
-    def reported(self, model_id: str, has_room: Callable[[Waiter], bool], *, may_offer: bool = True) -> None:
-        """A worker of the model has reported its room: let the next request look if there is room for it.
+    def reported(self, model_id: str, has_room: Callable[[Waiter], bool], *, may_offer: bool = True) -> Waiter | None:
+        """A worker of the model has reported its room: let the next request look, and return it, if it has room for it.
 
         `may_offer`: without room it looks now and then. A worker keeps blocks for a request only if it is offered.
         """
         room = self._rooms.get(model_id)
         waiter = room.first() if room is not None else None
         if waiter is None:
-            return
+            return None
         if has_room(waiter) or (may_offer and self._clock() - waiter.tried_at >= _OFFER_SECONDS):
             self._give_turn(waiter)
+            return waiter
+        return None
 
     def retry_after_seconds(self, waiter: Waiter, refusal: TandemError | None = None) -> float:
         """Return when a refused request should come again: after the predicted wait, up to half of it less or more.
@@ -272,6 +295,7 @@ class AdmissionQueue:
 
     def _full(self, waiter: Waiter, full: Full) -> Overloaded:
         model_id = waiter.model_id
+        self.room(model_id).refused(waiter, self._clock())
         self.counts.refused(model_id, full.setting)
         if full.setting == "max_waiting":
             message = (

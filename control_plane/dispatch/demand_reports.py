@@ -4,32 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 from control_plane.admission.waiting_demand import WaitingDemand
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.worker_links import LinkPool
 from tandem.v1 import types_pb2 as pb
 
 _LEAST_SECONDS = 0.05
 _SECONDS_PER_WORKER = 0.001
 """The workers of a model hear of what waits for it in messages so far apart, on average."""
+_NOTHING = WaitingDemand()
 
 
 @dataclass(eq=False)
 class _Model:
-    sent: WaitingDemand = field(default_factory=WaitingDemand)
+    sent: dict[pb.WorkerRole.ValueType, WaitingDemand] = field(default_factory=dict)
+    """By role."""
     is_changed: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    def sent_to(self, role: pb.WorkerRole.ValueType) -> WaitingDemand:
+        return self.sent.get(role, _NOTHING)
+
+
+class Links(Protocol):
+    def report_waiting(self, incarnation: str, waiting: pb.WaitingRequests) -> bool:
+        """Tell a worker what waits; return False, and send nothing, if it does not grant, or hears nothing now."""
 
 
 class DemandReports:
     """Listens to the admission queue; on one event loop."""
 
-    def __init__(self, registry: WorkerRegistry, links: LinkPool, queue: AdmissionQueue) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        links: Links,
+        queue: AdmissionQueue,
+        roles: Sequence[pb.WorkerRole.ValueType] = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE),
+    ) -> None:
+        """`roles`: of the workers that hear of it; those of the last one generate the answers."""
+        self._roles = roles
         self._registry = registry
         self._links = links
         self._queue = queue
@@ -38,16 +56,21 @@ class DemandReports:
         queue.listen(self._changed)
 
     def attached(self, worker: Worker) -> None:
-        """A worker has answered on a new stream, or has loaded its model: it hears what waits."""
-        demand = self._queue.demand(worker.info.card.model_id)
-        if demand.num_requests:
-            self._links.report_waiting(worker.incarnation, _message(demand))
+        """A worker has answered on a new stream, or has loaded its model: it hears what the others have heard.
+
+        What has changed since then all of them hear with the next report. Told sooner, this one would believe for ever
+        in requests that wait no more by then: the others have never heard of those.
+        """
+        model = self._models.get(worker.info.card.model_id)
+        sent = _NOTHING if model is None else model.sent_to(worker.role)
+        if sent.num_requests:
+            self._links.report_waiting(worker.incarnation, _message(sent))
 
     def take_parts(self, model_id: str, parts: Mapping[int, float]) -> None:
         """Let accounts that wait at other gateways too have less here: what a grant says of them."""
         model = self._models.get(model_id)
         if model is not None:
-            accounts = [name for name, _ in model.sent.accounts if _digest(name) in parts]
+            accounts = [name for name, _ in model.sent_to(self._roles[-1]).accounts if _digest(name) in parts]
             self._queue.room(model_id).counters.wait_elsewhere({name: parts[_digest(name)] for name in accounts})
 
     def close(self) -> None:
@@ -67,19 +90,25 @@ class DemandReports:
         model = self._models[model_id]
         model.timer = None
         if not model.is_changed:
-            if not model.sent.num_requests:
+            if not any(demand.num_requests for demand in model.sent.values()):
                 self.take_parts(model_id, {})
                 del self._models[model_id]
             return
         model.is_changed = False
-        demand, num_workers = self._queue.demand(model_id), 0
-        if demand.differs(model.sent):
-            model.sent, message = demand, _message(demand)
-            for worker in self._registry.workers_of(model_id):
-                if worker.role == pb.WORKER_ROLE_DECODE:
-                    num_workers += self._links.report_waiting(worker.incarnation, message)
+        messages, num_workers = {}, 0
+        for role in self._roles:
+            demand = self._demand(model_id, role)
+            if demand.differs(model.sent_to(role)):
+                model.sent[role], messages[role] = demand, _message(demand)
+        for worker in self._registry.workers_of(model_id) if messages else ():
+            if (message := messages.get(worker.role)) is not None:
+                num_workers += self._links.report_waiting(worker.incarnation, message)
         seconds = max(_LEAST_SECONDS, _SECONDS_PER_WORKER * num_workers)
         model.timer = asyncio.get_running_loop().call_later(seconds, self._report, model_id)
+
+    def _demand(self, model_id: str, role: pb.WorkerRole.ValueType) -> WaitingDemand:
+        is_prefill = role == pb.WORKER_ROLE_PREFILL
+        return self._queue.prompt_demand(model_id) if is_prefill else self._queue.demand(model_id)
 
 
 def _message(demand: WaitingDemand) -> pb.WaitingRequests:

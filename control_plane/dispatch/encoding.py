@@ -1,7 +1,7 @@
-"""Sends texts to encode workers: in parts, to the workers with the least to do.
+"""Sends texts to encode workers: in parts, to the workers with the least to do of those that have granted room.
 
 A part has no state. If its worker dies, drains or is full, the part goes to another worker, and gets the same values.
-While no worker of its model can take it, it waits in a room per model, within the bounds of the admission queue.
+While no worker of its model has room for it, it waits in a room per model, within the bounds of the admission queue.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from control_plane.admission.model_admission import Waiter
 from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
 from control_plane.dispatch.admission_queue import AdmissionQueue
+from control_plane.dispatch.demand_reports import DemandReports
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderInput, EncodingRequest
@@ -44,9 +45,12 @@ MAX_PART_INPUTS = 64
 """A part is some steps of a worker: others get their turns between two parts, and a lost part costs little."""
 _MAX_PARTS_AT_ONCE = 4
 """Of one request."""
+MAX_CANDIDATES = 3
+"""Workers that a part asks before it waits."""
 _RETRY_SECONDS = 1.0
 _MAX_TOKENS_AT_ONCE = 4 * MAX_PART_TOKENS
-"""Parts that have waited follow each other at once while a worker has at most so many tokens of this gateway."""
+"""Parts that have waited follow each other at once while a worker has at most so many tokens of this gateway. Of a
+worker that grants nothing: its grants say how many."""
 
 
 @dataclass(eq=False)
@@ -56,6 +60,8 @@ class _Part:
     request: EncodingRequest
     inputs: Sequence[EncoderInput]
     num_tokens: int
+    waiter: Waiter
+    """Its place among those that wait."""
     num_attempts: int = 0
     avoid: set[str] = field(default_factory=set)
     """Incarnations that have refused or lost the part since it last waited."""
@@ -63,8 +69,6 @@ class _Part:
     """Incarnations that have lost the part."""
     refusal: TandemError | None = None
     waits_until: float | None = None
-    waiter: Waiter | None = None
-    """Its place among those that wait, once it has waited."""
 
     @property
     def seconds_left(self) -> float:
@@ -102,22 +106,32 @@ class EncodingDispatch:
         self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
         self.num_requests = 0
         """Requests that wait or run."""
+        self._reports = DemandReports(registry, clients, self.queue, (pb.WORKER_ROLE_ENCODE,))
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
+        clients.listen(self._attached, self._granted)
         self._running: set[asyncio.Task[None]] = set()
         self._stopped: Callable[[], TandemError] | None = None
+        self._unable: set[str] = set()
+        """Incarnations that have refused or lost a part, and not answered, granted or reported since. Waiting parts do
+        not look because of them: else parts that are refused at once would take turns without end."""
+        self._to_look: set[str] = set()
+        """Models whose parts may look in the next turn of the loop."""
+        self._let_in: set[Waiter] = set()
+        """Parts that may look, and are charged for as if they were sent."""
         self._tokens: Counter[str] = Counter()
         """Tokens that this gateway has sent to each incarnation, and that are not answered yet."""
 
     async def encode(self, request: EncodingRequest, computed: list[int]) -> bytes:
         """Return the values of all inputs. If this is cancelled, the workers drop what is left."""
-        parts = [_Part(request, inputs, sum(each.num_tokens for each in inputs)) for inputs in _parts(request.inputs)]
+        parts = [_part(request, inputs) for inputs in _parts(request.inputs)]
         answers: list[bytes | None] = [None] * len(parts)
         waiting = iter(enumerate(parts))
 
         async def run() -> None:
             try:
                 for index, part in waiting:
+                    part.waiter.has_begun = bool(computed)
                     answers[index] = await self._answer(part)
                     computed.append(part.num_tokens)
             except asyncio.CancelledError:
@@ -146,6 +160,7 @@ class EncodingDispatch:
     def stop(self, error: Callable[[], TandemError]) -> None:
         """End all requests with an error, each with its own; workers drop what they compute. Refuse later ones."""
         self._stopped = error
+        self._reports.close()
         self.queue.close(error())
         for task in tuple(self._running):
             task.cancel()
@@ -156,72 +171,152 @@ class EncodingDispatch:
 
     async def _answer(self, part: _Part) -> bytes:
         """Return the values of a part, from whichever worker answers. Raise TandemError."""
-        while True:
-            worker = self._pick(part)
-            if worker is None:
+        try:
+            if self.queue.must_wait(part.waiter):
                 await self._wait(part)
-                continue
-            try:
-                values = await self._send(worker, part)
-            except TandemError as error:
-                self._failed(worker, part, error)
-            else:
-                self.queue.release_next(part.request.model.model_id)
-                return values
+            while True:
+                worker = self._pick(part)
+                if worker is None:
+                    await self._wait(part)
+                    continue
+                try:
+                    values = await self._send(worker, part)
+                except TandemError as error:
+                    self._failed(worker, part, error)
+                else:
+                    self._let_look(part.request.model.model_id)
+                    return values
+        finally:
+            self.queue.gone(part.waiter)
+            self._take_back(part)
 
     def _pick(self, part: _Part) -> Worker | None:
-        """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
+        """Return a worker that has room: that with the fewest tokens to compute, by its report and what was sent since.
+
+        A part asks three workers, and then waits.
+        """
+        if len(part.avoid) >= MAX_CANDIDATES:
+            return None
         model = part.request.model
         workers = [
             worker
-            for worker in self._registry.workers_of(model.model_id)
-            if worker.role == pb.WORKER_ROLE_ENCODE
-            and worker.is_usable
-            and worker.identity.hex() == model.identity  # else its tokenizer may be another
+            for worker in self._workers(model.model_id)
+            if worker.identity.hex() == model.identity  # else its tokenizer may be another
             and worker.incarnation not in part.avoid
         ]
-        return min(workers, key=self._load_of, default=None)
+        has_room = [each for each in workers if self._clients.has_room(each, part.num_tokens) is not False]
+        return min(has_room, key=self._load_of, default=None)
+
+    def _workers(self, model_id: str) -> Iterator[Worker]:
+        return (
+            worker
+            for worker in self._registry.workers_of(model_id)
+            if worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable
+        )
+
+    def _let_look(self, model_id: str) -> None:
+        """Let those parts of a model look for a worker that are next and for which there is room.
+
+        In the next turn of the loop, once for all that happens in this one: parts that may look now have been sent.
+        """
+        if model_id not in self._to_look:
+            self._to_look.add(model_id)
+            asyncio.get_running_loop().call_soon(self._give_turns, model_id)
+
+    def _give_turns(self, model_id: str) -> None:
+        self._to_look.discard(model_id)
+        workers = [each for each in self._workers(model_id) if each.incarnation not in self._unable]
+        calls, tokens = Counter[str](), Counter[str]()  # that get their turns now, by incarnation
+        is_granted = True
+
+        def has_room(waiter: Waiter) -> bool:
+            nonlocal is_granted
+            rooms = {
+                each: self._clients.has_room(
+                    each, tokens[each.incarnation] + waiter.num_tokens, calls[each.incarnation] + 1
+                )
+                for each in workers
+            }
+            having = [each for each, room in rooms.items() if room is not False]
+            if not having:
+                return False
+            worker = min(having, key=lambda each: self._load_of(each) + tokens[each.incarnation])
+            calls[worker.incarnation] += 1
+            tokens[worker.incarnation] += waiter.num_tokens
+            is_granted = rooms[worker] is not None
+            return True
+
+        while is_granted and (waiter := self.queue.reported(model_id, has_room, may_offer=False)) is not None:
+            self.queue.let_in(waiter, waiter.cost_ms, is_last=True)
+            self._let_in.add(waiter)
+
+    def _take_back(self, part: _Part) -> None:
+        """A part was not sent although it had its turn."""
+        if part.waiter in self._let_in:
+            self._let_in.discard(part.waiter)
+            self.queue.take_back(part.waiter)
 
     def _load_of(self, worker: Worker) -> int:
         return max(self._tokens[worker.incarnation], worker.load.num_tokens_in_flight)
 
+    def _refusal(self, part: _Part) -> TandemError:
+        """Return why a part waits that no worker has refused."""
+        model_id = part.request.model.model_id
+        if any(self._workers(model_id)):
+            return _busy(part)
+        return Unavailable(f"no encode worker is ready for {model_id}", retry_after_seconds=_RETRY_SECONDS)
+
     async def _wait(self, part: _Part) -> None:
         """Wait until a worker may have room. Raise the last refusal after the queue's time."""
-        refusal = part.refusal or Unavailable(
-            f"no encode worker is ready for {part.request.model.model_id}", retry_after_seconds=_RETRY_SECONDS
-        )
+        refusal = part.refusal or self._refusal(part)
         if part.request.reject_if_busy:
             raise refusal
+        self._take_back(part)
         now = time.monotonic()
         if part.waits_until is None:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
-        if part.waiter is None:
-            part.waiter = Waiter(part.request.model.model_id, part.request.account, num_tokens=part.num_tokens)
         await self.queue.wait(part.waiter, refusal, part.waits_until - now)
         part.has_waited()
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
+        self._unable.discard(worker.incarnation)
         if is_here and worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable:
             self.queue.release_next(worker.info.card.model_id)
 
     def _reported(self, worker: Worker) -> None:
-        """A worker that reports a free place may take what waits."""
-        if worker.role == pb.WORKER_ROLE_ENCODE:
+        """A worker that reports a free place may take what waits, unless it says so by grants."""
+        if worker.role == pb.WORKER_ROLE_ENCODE and not self._clients.uses_grants(worker):
+            self._unable.discard(worker.incarnation)
             self.queue.reported(worker.info.card.model_id, lambda waiter: not worker.load.num_waiting)
 
+    def _attached(self, worker: Worker) -> None:
+        self._reports.attached(worker)
+        self.queue.release_next(worker.info.card.model_id)
+
+    def _granted(self, worker: Worker, grant: pb.Grant) -> None:
+        """Take in a grant, and let the next part of the model look if it is within it."""
+        model_id = worker.info.card.model_id
+        self._unable.discard(worker.incarnation)
+        self._reports.take_parts(model_id, {each.account: each.part for each in grant.parts})
+        self._let_look(model_id)
+
     async def _send(self, worker: Worker, part: _Part) -> bytes:
+        self.queue.gone(part.waiter)
+        if part.waiter in self._let_in:
+            self._let_in.discard(part.waiter)
+        else:
+            self.queue.let_in(part.waiter, part.waiter.cost_ms, is_last=True)
         seconds = part.seconds_left
         if seconds <= 0:
             raise DeadlineExceeded("the request's deadline passed before all of its texts were encoded; send fewer")
         part.num_attempts += 1
         self._tokens[worker.incarnation] += part.num_tokens
-        if part.waiter is not None:
-            self.queue.gone(part.waiter)
-            if self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
-                self.queue.let_in(part.waiter)
+        if self._clients.uses_grants(worker) or self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
+            self._let_look(part.request.model.model_id)
         try:
             sent_at = time.perf_counter()
-            reply = await self._clients.stub(worker).Encode(_message(worker, part, seconds), timeout=seconds)
+            message = _message(worker, part, seconds)
+            reply = await self._clients.encode(worker, message, part.num_tokens, seconds)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -233,20 +328,22 @@ class EncodingDispatch:
             if not self._tokens[worker.incarnation]:
                 del self._tokens[worker.incarnation]
         _check(worker, part, reply)
+        self._unable.discard(worker.incarnation)
         part.request.history.encoded(worker.worker_id, sent_at, part.num_tokens, reply.ledger)
         return bytes(reply.values)
 
     def _failed(self, worker: Worker, part: _Part, error: TandemError) -> None:
         """Note that a worker did not answer. Raise what no other worker would answer."""
+        self.queue.take_back(part.waiter)
         is_callers = isinstance(error, InvalidRequest) and not isinstance(error, ModelNotFound)
         if is_callers or isinstance(error, DeadlineExceeded):
             raise error
+        known = self._registry.get(worker.worker_id)
+        if known is not None and known.incarnation == worker.incarnation:
+            self._unable.add(worker.incarnation)
         if isinstance(error, Overloaded):
             if not isinstance(error, Draining):
-                error = Overloaded(
-                    f"every encode worker of {part.request.model.model_id} is busy; try again later",
-                    retry_after_seconds=error.retry_after_seconds or _RETRY_SECONDS,
-                )
+                error = _busy(part, error.retry_after_seconds or _RETRY_SECONDS)
             part.refused(worker, error)
             return
         part.refused(worker, error)
@@ -271,6 +368,20 @@ def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
             first, num_tokens = index, 0
         num_tokens += each.num_tokens
     yield inputs[first:]
+
+
+def _part(request: EncodingRequest, inputs: Sequence[EncoderInput]) -> _Part:
+    num_tokens = sum(each.num_tokens for each in inputs)
+    # Costs are in tokens: they are compared with each other only.
+    waiter = Waiter(request.model.model_id, request.account, num_tokens=num_tokens, cost_ms=float(num_tokens))
+    return _Part(request, inputs, num_tokens, waiter)
+
+
+def _busy(part: _Part, retry_after_seconds: float = _RETRY_SECONDS) -> Overloaded:
+    return Overloaded(
+        f"every encode worker of {part.request.model.model_id} is busy; try again later",
+        retry_after_seconds=retry_after_seconds,
+    )
 
 
 def _message(worker: Worker, part: _Part, seconds: float) -> pb.EncodeRequest:

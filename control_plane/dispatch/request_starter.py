@@ -20,6 +20,7 @@ from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.registry import RESTART_SECONDS
 from control_plane.routing.cost_model import RoutingRequest
+from control_plane.routing.room_search import Lack, find_room
 from control_plane.routing.router import Route, Router
 from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavailable
 from tandem_runtime.kv.spaces import model_identity
@@ -30,9 +31,6 @@ from tandem_runtime.tracing import span
 log = get_logger(__name__)
 
 _Result = TypeVar("_Result")
-
-_MAX_ROUTES = 3
-"""Routes that are looked at for room, each with other workers, before a request waits."""
 
 
 class RequestStarter:
@@ -130,7 +128,7 @@ class RequestStarter:
         """Route and submit both halves; return False if another route should be tried."""
         state.take_permit(self._budget)
         with span("route") as current:
-            route = self._choose_route(state)
+            route = self._choose_route(state, waiter)
             description = route.describe()
             current.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
         await state.forms.prepare(worker.info.card for worker in route.workers)
@@ -144,36 +142,38 @@ class RequestStarter:
             return False
         return True
 
-    def _choose_route(self, state: RequestState) -> Route:
+    def _choose_route(self, state: RequestState, waiter: Waiter) -> Route:
         """Return the next route to try, with the workers that are expected to take the request.
 
         Once all workers have refused, raise the refusal of the first full one; NoRoom if none is expected to take it.
         """
         request = routing_request(state)
-        avoid = state.avoid
-        for number in range(_MAX_ROUTES):
-            try:
-                route = self._router.choose(request, avoid)
-            except Overloaded:
-                if number:
-                    break
-                raise _refusal_of_all(state) from None
-            except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
-                raise Unavailable(error.message, retry_after_seconds=2.0) from error
+        looks: list[Route] = []
+
+        def narrow(route: Route, *, may_offer: bool) -> Route | Lack:
+            looks.append(route)
+            return self._rooms.narrowed(route, request, may_offer=may_offer)
+
+        try:
             if state.request.reject_if_busy:
-                return self._unless_busy(route)
-            narrowed = self._rooms.narrowed(route, request, may_offer=not number)
-            if narrowed is not None:
-                return narrowed
-            avoid = {*avoid, *(worker.incarnation for worker in route.decodes)}
-        raise state.refusal or NoRoom(
-            f"every worker of {request.model_id} that can take the request is full; try again later or add workers"
-        )
+                route: Route | None = self._router.choose(request, state.avoid)
+            else:
+                route = find_room(self._router, request, state.avoid, narrow)
+                waiter.num_prefill_tokens = looks[0].num_prefill_tokens
+        except Overloaded:
+            raise _refusal_of_all(state) from None
+        except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
+            raise Unavailable(error.message, retry_after_seconds=2.0) from error
+        if route is None:
+            raise state.refusal or NoRoom(
+                f"every worker of {request.model_id} that can take the request is full; try again later or add workers"
+            )
+        return self._unless_busy(route) if state.request.reject_if_busy else route
 
     def _unless_busy(self, route: Route) -> Route:
         if self._router.is_busy(route.decodes):
             raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
-        return replace(route, decodes=route.decodes[:MAX_CANDIDATES])
+        return route._replace(decodes=route.decodes[:MAX_CANDIDATES])
 
     async def _submit_both_halves(self, state: RequestState, route: Route, waiter: Waiter) -> None:
         """Submit both halves at once and wait until both are accepted; raises TandemError.
@@ -188,6 +188,7 @@ class RequestStarter:
             waits.append(self._submitter.wait_accepted(state, prefill))
         estimate = route.estimate(route.prefill or route.decodes[0])
         num_tokens, device_ms = (estimate.num_computed_tokens, estimate.compute_ms) if estimate is not None else (0, 0)
+        self._queue.room(waiter.model_id).prefill_share.sent(route.num_prefill_tokens, waiter.num_tokens)
         self._queue.let_in(waiter, device_ms)
         try:
             await _all(waits)

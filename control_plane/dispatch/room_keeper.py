@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
@@ -14,6 +13,7 @@ from control_plane.dispatch.demand_reports import DemandReports
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.routing.cost_model import PrefillEstimate, RoutingRequest
+from control_plane.routing.room_search import Lack
 from control_plane.routing.router import Route, Router
 from tandem.v1 import types_pb2 as pb
 
@@ -48,6 +48,8 @@ class RoomKeeper:
         self._reports = DemandReports(registry, links, queue) if reports_waiting else None
         self._models: dict[str, str] = {}
         """Model ids of decode workers, by incarnation."""
+        self._decode_grants: set[str] = set()
+        """Models whose decode workers grant: they hear of all that waits, prefill workers of a part."""
         for worker in registry.workers():
             self._take(worker)
         registry.listen(self._changed)
@@ -77,13 +79,15 @@ class RoomKeeper:
         model_id = worker.info.card.model_id
         return lambda: self._queue.release_next(model_id)
 
-    def narrowed(self, route: Route, request: RoutingRequest, *, may_offer: bool = False) -> Route | None:
+    def narrowed(self, route: Route, request: RoutingRequest, *, may_offer: bool = False) -> Route | Lack:
         """Return the route with those of its decode workers that are expected to take the request, at most three.
 
-        None: no worker is. `may_offer`: see `WorkerRooms.has_room`; of the first three.
+        Return the half of which no worker is. `may_offer`: see `WorkerRooms.has_room`; of the first three.
         """
-        if route.prefill is not None and not self._takes_prompt(route.prefill, request):
-            return None
+        if route.prefill is not None:
+            is_granted = self.rooms.is_granted(route.prefill.incarnation, max(1, route.num_prefill_tokens))
+            if not (self._takes_prompt(route.prefill, request) if is_granted is None else is_granted):
+                return Lack.PREFILL
         cached = {each.estimate.worker.incarnation: each.estimate for each in route.comparison.decodes}
         token_seconds = self._budgets.of(request.model_id).token_seconds
         decodes = []
@@ -104,7 +108,7 @@ class RoomKeeper:
                 decodes.append(worker)
                 if len(decodes) == MAX_CANDIDATES:
                     break
-        return replace(route, decodes=tuple(decodes)) if decodes else None
+        return route._replace(decodes=tuple(decodes)) if decodes else Lack.DECODE
 
     def may_take(self, worker: Worker, num_tokens: int) -> bool:
         """Return whether a worker is expected to go on with an answer of so many tokens, or may be offered it."""
@@ -127,7 +131,7 @@ class RoomKeeper:
         if not is_here:
             self.rooms.forget(worker.incarnation)
             if (model_id := self._models.pop(worker.incarnation, None)) is not None:
-                self._queue.room(model_id).worker_gone(worker.incarnation)
+                self._queue.worker_gone(model_id, worker.incarnation)
             return
         self._take(worker)
         if worker.is_usable and worker.info.card.model_id:
@@ -141,16 +145,14 @@ class RoomKeeper:
             return
         work = self.rooms.reported(worker.incarnation, report_of(worker))
         if worker.role == pb.WORKER_ROLE_DECODE and worker.info.card.model_id:
-            room = self._queue.room(worker.info.card.model_id)
-            room.stepped(worker.incarnation, work.step_seconds, work.num_tokens)
-
-        def has_room(waiter: Waiter) -> bool:
-            return worker.role == pb.WORKER_ROLE_DECODE and self._has_room(worker, waiter)
-
-        self._queue.reported(worker.info.card.model_id, has_room)
+            self._queue.stepped(worker.info.card.model_id, worker.incarnation, work.step_seconds, work.num_tokens)
+        self._queue.reported(worker.info.card.model_id, lambda waiter: self._has_room(worker, waiter))
 
     def _has_room(self, worker: Worker, waiter: Waiter) -> bool:
-        """Return whether a worker is expected to take a request that waits, all of its choices."""
+        """Return whether a worker is expected to take a request that waits, all of its choices, or has granted it."""
+        if worker.role == pb.WORKER_ROLE_PREFILL:
+            num_tokens = waiter.num_tokens if waiter.num_prefill_tokens is None else waiter.num_prefill_tokens
+            return num_tokens > 0 and bool(self.rooms.is_granted(worker.incarnation, num_tokens))
         num_choices, token_seconds = waiter.num_choices, self._budgets.of(waiter.model_id).token_seconds
         num_tokens = waiter.num_tokens * num_choices
         return self.rooms.has_room(worker.incarnation, num_tokens, num_choices, token_seconds=token_seconds)
@@ -158,10 +160,14 @@ class RoomKeeper:
     def _granted(self, worker: Worker, grant: pb.Grant) -> None:
         """Take in a grant, and let the next request of the model look if it is within it."""
         self.rooms.granted(worker.incarnation)
-        if self._reports is not None:
-            parts = {each.account: each.part for each in grant.parts}
-            self._reports.take_parts(worker.info.card.model_id, parts)
-        self._queue.reported(worker.info.card.model_id, lambda waiter: self._has_room(worker, waiter), may_offer=False)
+        model_id = worker.info.card.model_id
+        if worker.role == pb.WORKER_ROLE_DECODE:
+            self._decode_grants.add(model_id)
+            if grant.HasField("part"):
+                self._queue.granted(model_id, worker.incarnation, grant.part)
+        if self._reports is not None and (worker.role == pb.WORKER_ROLE_DECODE or model_id not in self._decode_grants):
+            self._reports.take_parts(model_id, {each.account: each.part for each in grant.parts})
+        self._queue.reported(model_id, lambda waiter: self._has_room(worker, waiter), may_offer=False)
 
     def _attached(self, worker: Worker) -> None:
         if self._reports is not None:

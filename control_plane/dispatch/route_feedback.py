@@ -51,12 +51,16 @@ class RouteFeedback:
 
     def hand_over_began(self, state: RequestState, call: WorkerCall) -> None:
         """Prefill has brought the first token: from now on the decode workers can be late."""
-        if call.estimate is not None:
-            state.prompt_came((self._costs.hand_over_ms(call.estimate) - call.estimate.total_ms) / 1000)
+        if call.estimate is None:
+            return
+        num_tokens = len(state.request.token_ids)
+        readers = {choice.call.incarnation: choice.call.link.worker for choice in state.choices if choice.call}
+        costs = [self._costs.hand_over(call.estimate, num_tokens, reader).ms for reader in readers.values()]
+        state.prompt_came(max(costs, default=0.0) / 1000)
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
-        self._costs.prompt_read(call.incarnation, ledger)
+        self._costs.prompt_read(call.link.worker, ledger)
         if call.estimate is None or state.hashes is None:
             return
         cached, size = call.estimate.cached, state.hashes.grain
@@ -72,9 +76,9 @@ class RouteFeedback:
 
     def finished(self, state: RequestState) -> None:
         """Every token was delivered: record how long the hand-over took."""
-        ledger = state.choices[0].ledger
-        if state.prefill_ledger is not None and ledger is not None:
-            self._costs.handed_over(state.prefill_ledger, ledger)
+        ledger, call, writer = state.choices[0].ledger, state.choices[0].call, state.writer
+        if state.prefill_ledger is not None and ledger is not None and call is not None and writer is not None:
+            self._costs.handed_over(writer, state.prefill_ledger, call.link.worker, ledger)
 
     def closed(self, state: RequestState) -> None:
         """The request has ended: its answers' blocks are at the workers that generated them.

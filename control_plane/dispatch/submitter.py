@@ -163,7 +163,8 @@ class Submitter:
             num_answers=1 if is_decode else 0,
         )
         num_cached = estimate.cached.own if estimate is not None else 0
-        room = self._rooms.sent(worker, max(1, num_tokens - num_cached))
+        num_counted = num_tokens - num_cached if is_decode else num_to_compute  # memory here, time there
+        room = self._rooms.sent(worker, max(1, num_counted))
         submit.grant_tokens = room.num_tokens
         return WorkerCall(link, submit, entry, choice_index, estimate, room, self._rooms.on_room(worker))
 

@@ -423,12 +423,18 @@ def _admission(journal: Journal) -> AdmissionExplanation | None:
     found = journal.history.standing
     if found is None:
         return None
-    call = next((call for call in journal.history.calls if not call.is_prefill and call.accepted_at is not None), None)
-    left = call.grant if call is not None else None
-    grant = GrantExplanation(left.number, left.num_tokens, left.num_requests) if left is not None else None
+    grants = [_grant(journal, is_prefill=is_prefill) for is_prefill in (False, True)]
     return AdmissionExplanation(
-        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms, grant
+        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms, *grants
     )
+
+
+def _grant(journal: Journal, *, is_prefill: bool) -> GrantExplanation | None:
+    """Return what was granted for the first call of a role that was accepted."""
+    calls = (call for call in journal.history.calls if call.is_prefill == is_prefill and call.accepted_at is not None)
+    call = next(calls, None)
+    left = call.grant if call is not None else None
+    return GrantExplanation(left.number, left.num_tokens, left.num_requests) if left is not None else None
 
 
 def _route(journal: Journal) -> RouteExplanation | None:

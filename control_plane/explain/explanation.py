@@ -146,6 +146,34 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOverExplanation:
+    """What the router expected of the hand-over from one host to another."""
+
+    from_host: str
+    to_host: str
+    num_bytes: int
+    """To move; what the decode worker has is not moved."""
+    fixed_ms: float
+    """Of any hand-over between these hosts, as learnt or assumed."""
+    transfer_ms: float
+    """Of the bytes that are left when prefill samples the first token."""
+    wait_ms: float
+    """For the arena of the decode worker's host."""
+    bytes_per_second: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "from_host": self.from_host,
+            "to_host": self.to_host,
+            "num_bytes": self.num_bytes,
+            "fixed_ms": round(self.fixed_ms, _DECIMALS),
+            "transfer_ms": round(self.transfer_ms, _DECIMALS),
+            "wait_ms": round(self.wait_ms, _DECIMALS),
+            "bytes_per_second": round(self.bytes_per_second),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker that the router compared, with its estimate."""
 
@@ -162,6 +190,8 @@ class Candidate:
     load: float = 0.0
     """Of a decode worker: the share of its pool's tokens that would be in flight with this request."""
     is_chosen: bool = False
+    hand_over: HandOverExplanation | None = None
+    """Of a prefill worker: what `hand_over_ms` is made of."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -175,6 +205,7 @@ class Candidate:
             "cached_tokens": self.cached_tokens.to_json(),
             "load": round(self.load, 4),
             "is_chosen": self.is_chosen,
+            "hand_over": None if self.hand_over is None else self.hand_over.to_json(),
         }
 
 
@@ -233,7 +264,7 @@ class RouteExplanation:
 
 @dataclass(frozen=True, slots=True)
 class GrantExplanation:
-    """What the grant of the decode worker left before the request was sent there."""
+    """What a worker's grant left before the request was sent there."""
 
     number: int
     """Of the grants on the stream to that worker."""
@@ -259,7 +290,9 @@ class AdmissionExplanation:
     used_ms: float
     """The account's virtual counter for the model: the device time that it has used."""
     grant: GrantExplanation | None = None
-    """None: the worker granted nothing, and the gateway estimated its room."""
+    """Of the decode worker. None: it granted nothing, and the gateway estimated its room."""
+    prefill_grant: GrantExplanation | None = None
+    """Of the prefill worker; None also if there was none."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -269,6 +302,7 @@ class AdmissionExplanation:
             "cost_ms": round(self.cost_ms, _DECIMALS),
             "used_ms": round(self.used_ms, _DECIMALS),
             "grant": self.grant.to_json() if self.grant is not None else None,
+            "prefill_grant": self.prefill_grant.to_json() if self.prefill_grant is not None else None,
         }
 
 

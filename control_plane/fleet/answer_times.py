@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Usual:
 
     def expected_seconds(self, predicted_seconds: float) -> float:
         """Return when half of these workers would have brought the first token."""
-        return self.ratio * max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
+        return expected_seconds(self.ratio, predicted_seconds)
 
     def late_seconds(self, predicted_seconds: float) -> float:
         """Return when nine of ten first tokens would have come."""
@@ -50,7 +51,9 @@ class AnswerTimes:
     """The latest answers of the workers of one model and role."""
 
     def __init__(self) -> None:
-        self._samples: deque[AnswerTime] = deque(maxlen=_MAX_SAMPLES)
+        self._samples: deque[AnswerTime] = deque()
+        self._ratios: list[float] = []
+        """Of all samples, ascending: routing asks for their median in most decisions."""
 
     def add(
         self,
@@ -63,9 +66,23 @@ class AnswerTimes:
         """Take in a first token."""
         ratio = first_token_seconds / max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
         self._samples.append(AnswerTime(incarnation, sent_at, accept_seconds, ratio))
+        insort(self._ratios, ratio)
+        if len(self._samples) > _MAX_SAMPLES:
+            del self._ratios[bisect_left(self._ratios, self._samples.popleft().ratio)]
 
     def forget(self, incarnation: str) -> None:
-        self._samples = deque((each for each in self._samples if each.incarnation != incarnation), maxlen=_MAX_SAMPLES)
+        self._samples = deque(each for each in self._samples if each.incarnation != incarnation)
+        self._ratios = sorted(each.ratio for each in self._samples)
+
+    def usual_ratio(self, without: Collection[str]) -> float | None:
+        """Return `usual(without).ratio`, quickly if all workers count; None if they have answered too little."""
+        ratios = self._ratios
+        if without:
+            ratios = sorted([each.ratio for each in self._samples if each.incarnation not in without])
+        middle, is_odd = divmod(len(ratios), 2)
+        if len(ratios) < _MIN_SAMPLES:
+            return None
+        return ratios[middle] if is_odd else (ratios[middle - 1] + ratios[middle]) / 2
 
     def usual(self, without: Collection[str]) -> Usual | None:
         """Return what is usual among the other workers than `without`; None if they have answered too little."""
@@ -80,6 +97,11 @@ class AnswerTimes:
     def num_since(self, moment: float, without: str) -> int:
         """Return how many calls that were sent to other workers after `moment` have had their first token."""
         return sum(each.sent_at >= moment and each.incarnation != without for each in self._samples)
+
+
+def expected_seconds(ratio: float, predicted_seconds: float) -> float:
+    """Return the seconds to a first token, at so many times the predicted ones."""
+    return ratio * max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
 
 
 def _late(values: list[float]) -> float:

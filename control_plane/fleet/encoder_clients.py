@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-import grpc
-
+from control_plane.fleet.encoder_link import EncoderLink
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
@@ -20,26 +20,78 @@ _GRACE_SECONDS = 30.0
 class EncoderClients:
     """Opens a channel to an encode worker at its first call, and closes it when the worker is gone."""
 
-    def __init__(self, registry: WorkerRegistry, member: FleetMember | None = None) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        member: FleetMember | None = None,
+        gateway_id: str = "",
+        gateway_incarnation: str = "",
+    ) -> None:
         self._member = member
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._hello = pb.AttachHello(gateway_id=gateway_id, gateway_incarnation=gateway_incarnation)
+        self._links: dict[str, EncoderLink] = {}
         self._closing = TaskSet()
+        self._on_attached: Callable[[Worker], None] = lambda worker: None
+        self._on_grant: Callable[[Worker, pb.Grant], None] = lambda worker, grant: None
         registry.listen(self._changed)
 
+    def listen(self, on_attached: Callable[[Worker], None], on_grant: Callable[[Worker, pb.Grant], None]) -> None:
+        """Call `on_attached` when a worker's stream of grants has begun or ended, `on_grant` with each grant."""
+        self._on_attached, self._on_grant = on_attached, on_grant
+
     def stub(self, worker: Worker) -> worker_pb2_grpc.EncodeServiceAsyncStub:
-        channel = self._channels.get(worker.incarnation)
-        if channel is None:
-            channel = self._channels[worker.incarnation] = open_worker_channel(worker.info, self._member)
-        return worker_pb2_grpc.EncodeServiceStub(channel)
+        """Return a stub for calls that count under no grant."""
+        return self._link(worker).stub
+
+    async def encode(
+        self, worker: Worker, request: pb.EncodeRequest, num_tokens: int, timeout: float
+    ) -> pb.EncodeReply:
+        """Send a call, and return the reply. Raise TandemError."""
+        return await self._link(worker).encode(request, num_tokens, timeout)
+
+    def has_room(self, worker: Worker, num_tokens: int, num_calls: int = 1) -> bool | None:
+        """Return whether calls are within the worker's grant; None: there is none, and the caller decides."""
+        link = self._links.get(worker.incarnation)
+        return link.has_room(num_tokens, num_calls) if link is not None else None
+
+    def uses_grants(self, worker: Worker) -> bool:
+        """Return whether the worker sends grants on a stream that is open."""
+        link = self._links.get(worker.incarnation)
+        return link is not None and link.uses_grants
+
+    def report_waiting(self, incarnation: str, waiting: pb.WaitingRequests) -> bool:
+        """Tell a worker what waits; return False, and send nothing, if it does not grant, or was never called."""
+        link = self._links.get(incarnation)
+        if link is None or not link.uses_grants:
+            return False
+        link.report_waiting(waiting)
+        return True
+
+    def num_granted(self) -> dict[str, int]:
+        """Return how many calls may be sent by the grants of each model's workers. May be called in any thread."""
+        granted: dict[str, int] = {}
+        for link in list(self._links.values()):
+            left, model_id = link.attachment.left(), link.worker.info.card.model_id
+            if left is not None:
+                granted[model_id] = granted.get(model_id, 0) + left.num_requests
+        return granted
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(channel.close() for channel in channels), self._closing.cancel(), return_exceptions=True)
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), self._closing.cancel(), return_exceptions=True)
+
+    def _link(self, worker: Worker) -> EncoderLink:
+        link = self._links.get(worker.incarnation)
+        if link is None:
+            channel = open_worker_channel(worker.info, self._member)
+            link = EncoderLink(worker, channel, self._hello, self._on_attached, self._on_grant)
+            self._links[worker.incarnation] = link
+        return link
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         """Close the channel of a worker that is gone; a listener of the registry."""
         if is_here:
             return
-        if channel := self._channels.pop(worker.incarnation, None):
+        if link := self._links.pop(worker.incarnation, None):
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
-            self._closing.spawn(channel.close(_GRACE_SECONDS if is_draining else None))
+            self._closing.spawn(link.close(_GRACE_SECONDS if is_draining else None))

@@ -8,7 +8,7 @@ from control_plane.fleet.registry import Worker
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import TandemError
-from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.client import KvClient, expected_service
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
@@ -62,7 +62,7 @@ class KvClients:
 
     def _client(self, handle: pb.KvHandle) -> KvClient:
         address, id = key = handle.holder_address, handle.holder_id
-        expect = self._member.expected_or_role("kv", id, address) if self._member is not None else "kv"
+        expect = expected_service(self._member, id, address)
         if key not in self._clients:
             self._clients[key] = KvClient(address, self._incarnation, member=self._member, expect=expect)
         return self._clients[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ log = get_logger(__name__)
 RESTART_SECONDS = 15.0
 """How long requests wait for a worker that died or drains to be back: about the time to load a model."""
 
+RELAYED_SECONDS = 2.0
+"""A worker's heartbeats come each second, and wait at its KV service for up to another one. Suspicion comes at 3 s."""
 _LONG_PAUSE_SECONDS = 1.0
 _MAX_REPLACED = 1024
 _MAX_CHANGES_PER_SWEEP = 16
@@ -32,6 +35,10 @@ Listener = Callable[["Worker", bool], None]
 """Called with a worker and whether it is registered, after every change except a heartbeat's load."""
 LoadListener = Callable[["Worker"], None]
 """Called with a worker after each of its heartbeats."""
+
+
+_BY_REPORT = ("figures", "is_usable", "is_ready")
+"""The cached properties of a worker that the next report changes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +61,10 @@ class Worker:
     """Why the worker gets no requests although it is ready: in which field its card differs from the model's."""
     gone_for: str = ""
     """Of a worker that is registered no longer: replaced, deregistered or silent."""
+    number: int = 0
+    """Of its last report; 0: its reports have none."""
+    relayed_at: float = -math.inf
+    """When the last heartbeat came through the worker's host, in time.monotonic() seconds."""
 
     @cached_property
     def worker_id(self) -> str:
@@ -80,6 +91,21 @@ class Worker:
     @cached_property
     def is_ready(self) -> bool:
         return self.load.state == pb.WORKER_STATE_READY and not self.is_suspected
+
+    def reported(self, info: pb.WorkerInfo, load: pb.LoadReport, now: float, number: int, relayed_at: float) -> Worker:
+        """Return the worker as of a later heartbeat: as `dataclasses.replace`, but it keeps what stays as it is.
+
+        `info` differs at most in the address of the KV service. A gateway takes in a thousand heartbeats a second.
+        """
+        fresh = object.__new__(Worker)
+        fields = fresh.__dict__
+        fields.update(self.__dict__)
+        fields.update(
+            info=info, load=load, last_heartbeat=now, is_suspected=False, number=number, relayed_at=relayed_at
+        )
+        for name in _BY_REPORT:
+            fields.pop(name, None)
+        return fresh
 
     def serves(self, model_id: str) -> bool:
         return self.is_usable and self.info.card.model_id == model_id
@@ -155,9 +181,16 @@ class WorkerRegistry:
                 socket=worker.info.kv_socket,
                 worker_id=worker.worker_id,
             )
-            for worker in self.workers(pb.WORKER_ROLE_KV)
-            if worker.is_usable and (host_id is None or worker.info.host_id == host_id)
+            for worker in (self.workers(pb.WORKER_ROLE_KV) if host_id is None else self._kv_of(host_id))
+            if worker.is_usable
         ]
+
+    def kv_incarnations(self, host_id: str) -> tuple[str, ...]:
+        """Return the incarnations of a host's KV services that may be used."""
+        return tuple([worker.incarnation for worker in self._kv_of(host_id) if worker.is_usable])
+
+    def _kv_of(self, host_id: str) -> list[Worker]:
+        return [self._workers[worker_id] for worker_id in self._kv_by_host.get(host_id, ())]
 
     def store_of(self, host_id: str) -> Worker | None:
         """Return the KV service of a host if its last report has a block store."""
@@ -173,7 +206,7 @@ class WorkerRegistry:
             self._kv_addresses = {each.info.address for each in self.workers(pb.WORKER_ROLE_KV) if each.is_usable}
         return address in self._kv_addresses
 
-    def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0) -> None:
+    def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0, number: int = 0) -> None:
         """Add a worker or update it; another incarnation replaces the earlier one for good.
 
         A call that a later call overtook changes nothing: the worker would otherwise stay in an old state for good.
@@ -203,6 +236,7 @@ class WorkerRegistry:
             load,
             self._clock(),
             info_version=info_version,
+            number=number,
             variant=variant_of(info.card, self._grain),
             identity=model_identity(info.card.fingerprint),
             space=space_of(info.card),
@@ -224,7 +258,22 @@ class WorkerRegistry:
         if self._variants.set_unusable(model_id, variant, is_unusable):
             self._notify_all(self._choose_variants(model_id))
 
-    def heartbeat(self, beat: cp.HeartbeatRequest) -> bool:
+    def relayed(self, beat: cp.HeartbeatRequest, host_id: str) -> bool:
+        """Take in a heartbeat that came through the KV service of a host; return False if it is of no worker there."""
+        worker = self._workers.get(beat.worker_id)
+        if worker is None or worker.info.host_id != host_id or worker.incarnation != beat.incarnation:
+            return False
+        return self.heartbeat(beat, is_relayed=True)
+
+    def is_relayed(self, worker: Worker) -> bool:
+        """Return whether the worker's heartbeats come through its host."""
+        return worker.relayed_at > self.silent_at()
+
+    def silent_at(self) -> float:
+        """Return the latest moment of a worker's last relayed heartbeat at which its host tells nothing of it."""
+        return self._clock() - RELAYED_SECONDS
+
+    def heartbeat(self, beat: cp.HeartbeatRequest, *, is_relayed: bool = False) -> bool:
         """Return False if the sender has to register (again); raises StaleIncarnation for an earlier incarnation."""
         worker = self._workers.get(beat.worker_id)
         if worker is None:
@@ -241,12 +290,18 @@ class WorkerRegistry:
             info = pb.WorkerInfo()
             info.CopyFrom(worker.info)
             info.kv_address = beat.kv_address
-        fresh = replace(worker, info=info, load=beat.load, last_heartbeat=self._clock(), is_suspected=False)
+        now = self._clock()
+        relayed_at = now if is_relayed else worker.relayed_at
+        if 0 < beat.number <= worker.number:  # it waited at the host while a later one came directly, or before it
+            self._workers[beat.worker_id] = replace(worker, relayed_at=relayed_at)
+            return True
+        fresh = worker.reported(info, beat.load, now, beat.number, relayed_at)
         self._workers[beat.worker_id] = fresh
         if worker.load.state != fresh.load.state or worker.is_suspected:
             self._state_changed(fresh)
+            fresh = self._workers[beat.worker_id]
         for listener in self._load_listeners:
-            listener(self._workers[beat.worker_id])
+            listener(fresh)
         return True
 
     def deregister(self, worker_id: str, incarnation: str) -> None:
@@ -266,7 +321,11 @@ class WorkerRegistry:
         if pause > _LONG_PAUSE_SECONDS:
             log.warning("sweep_late", seconds=round(pause, 1))
             self._workers = {
-                worker_id: replace(worker, last_heartbeat=min(now, worker.last_heartbeat + pause))
+                worker_id: replace(
+                    worker,
+                    last_heartbeat=min(now, worker.last_heartbeat + pause),
+                    relayed_at=min(now, worker.relayed_at + pause),
+                )
                 for worker_id, worker in self._workers.items()
             }
             return False

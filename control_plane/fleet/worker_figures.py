@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from tandem.v1 import types_pb2 as pb
+
+_PROBE_BYTES = 1 << 20
+_LEAST_RATED_BYTES = 256 << 10
+"""A KV service takes rates of transfers of this length or more, and first of probes."""
+_MAX_WINDOW_BYTES, _WINDOWS = 4 << 20, 4
+"""As in kv_transfer_svc/pull_memory.py."""
+_LEAST_SHARE = 0.1
+"""Of a transfer's time that is its bytes': the latency is that of other transfers."""
 
 
 class Link(NamedTuple):
@@ -13,6 +22,26 @@ class Link(NamedTuple):
 
     latency_ms: float
     bytes_per_second: float
+    """Of whole transfers, the round trip of each included."""
+    bytes_per_transfer: float = math.inf
+
+    def ms_per_byte(self, window_bytes: float) -> float:
+        """Return what a byte takes in transfers of `window_bytes`, each with a round trip."""
+        whole = 1000.0 / self.bytes_per_second
+        own = max(_LEAST_SHARE * whole, whole - self.latency_ms / self.bytes_per_transfer)
+        return own + self.latency_ms / window_bytes
+
+
+ASSUMED_LINK = Link(latency_ms=2.0, bytes_per_second=1e9)
+"""Between two hosts before a transfer: until its first byte, and then."""
+
+
+class Arena(NamedTuple):
+    """The memory of a KV service for what it pulls from other hosts."""
+
+    free_bytes: float
+    window_bytes: float
+    """Of one read: a quarter of the arena, at most 4 MiB."""
 
 
 class WorkerFigures(NamedTuple):
@@ -37,19 +66,27 @@ class WorkerFigures(NamedTuple):
     num_waiting: int
     step_ms: float | None
     """The mean duration of a step over the worker's life."""
-    prompt_rate: float | None
-    """Prompt tokens computed per second of steps: a rate of workers whose steps only compute prompts."""
+    num_prompt_tokens: float
+    """Computed over the worker's life."""
+    step_seconds: float
+    """Of its steps over its life."""
     answer_rate: float | None
     """Tokens sampled per second of steps."""
     has_store: bool
     """Of a KV service: whether it has a block store."""
     links: Mapping[str, Link]
     """Of a KV service: to the KV services it has fetched from, by address."""
+    arena: Arena | None
+    """Of a KV service."""
+    chunk_tokens: int | None
+    """Prompt tokens that the worker computes in a step at most, as it says in its settings."""
+    bytes_per_token: float
+    """Of its KV pool; 0 if the pool is not reported yet."""
 
 
 def figures_of(info: pb.WorkerInfo, load: pb.LoadReport) -> WorkerFigures:
     """Read a worker's description and report."""
-    pool, counters, most = load.kv, load.counters, info.settings.get("max_num_seqs", "")
+    pool, counters, service = load.kv, load.counters, load.kv_service
     num_free, tokens_per_block = pool.num_free_blocks + pool.num_cached_blocks, pool.tokens_per_block
     seconds, num_steps = counters.get("step_seconds", 0.0), counters.get("steps", 0.0)
     return WorkerFigures(
@@ -58,7 +95,7 @@ def figures_of(info: pb.WorkerInfo, load: pb.LoadReport) -> WorkerFigures:
         kv_address=info.kv_address,
         numerics_class=info.card.fingerprint.numerics_class,
         context_length=info.card.context_length,
-        max_running=int(most) if most.isdecimal() and most.isascii() else None,
+        max_running=_number(info, "max_num_seqs"),
         pool_tokens=pool.num_total_blocks * tokens_per_block,
         tokens_per_block=tokens_per_block,
         bytes_per_block=pool.bytes_per_block,
@@ -68,15 +105,29 @@ def figures_of(info: pb.WorkerInfo, load: pb.LoadReport) -> WorkerFigures:
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         step_ms=1000.0 * seconds / num_steps if num_steps > 0 else None,
-        prompt_rate=_rate(counters.get("prompt_tokens_computed", 0.0), seconds),
+        num_prompt_tokens=counters.get("prompt_tokens_computed", 0.0),
+        step_seconds=seconds,
         answer_rate=_rate(counters.get("tokens_generated", 0.0), seconds),
-        has_store=load.kv_service.HasField("store"),
-        links={
-            link.address: Link(link.latency_ms, link.bytes_per_second)
-            for link in load.kv_service.links
-            if link.bytes_per_second > 0
-        },
+        has_store=service.HasField("store"),
+        links={each.address: _link(each) for each in service.links if each.bytes_per_second > 0},
+        arena=_arena(service) if service.arena_bytes else None,
+        chunk_tokens=_number(info, "max_num_batched_tokens"),
+        bytes_per_token=pool.bytes_per_block / tokens_per_block if tokens_per_block else 0.0,
     )
+
+
+def _number(info: pb.WorkerInfo, setting: str) -> int | None:
+    text = info.settings.get(setting, "")
+    return int(text) if text.isdecimal() and text.isascii() else None
+
+
+def _link(link: pb.KvLink) -> Link:
+    mean = link.num_bytes / link.num_transfers if link.num_transfers else _PROBE_BYTES
+    return Link(link.latency_ms, link.bytes_per_second, max(_LEAST_RATED_BYTES, mean))
+
+
+def _arena(service: pb.KvServiceLoad) -> Arena:
+    return Arena(service.arena_free_bytes, min(_MAX_WINDOW_BYTES, service.arena_bytes / _WINDOWS))
 
 
 def _rate(number: float, seconds: float) -> float | None:

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-from control_plane.fleet.answer_times import AnswerTimes, Usual
+from control_plane.fleet.answer_times import AnswerTimes, Usual, expected_seconds
 from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Record, Status
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
@@ -96,28 +96,29 @@ class WorkerHealth:
 
     def well(self, workers: list[Worker]) -> list[Worker]:
         """Return those that nothing speaks against, of some of a model's workers of one role; there may be none."""
-        attached = [worker for worker in workers if self._is_attached(worker.incarnation)]
-        return self._in_time([worker for worker in attached if worker.incarnation not in self._out])
+        is_attached, out = self._is_attached, self._out
+        attached = [worker for worker in workers if is_attached(worker.incarnation)]
+        return self._in_time([worker for worker in attached if worker.incarnation not in out] if out else attached)
 
     def _in_time(self, well: list[Worker]) -> list[Worker]:
         """Return the workers without an overdue call."""
-        now = self.now()
-        waiting = {worker.incarnation: watch for worker in well if (watch := self._waits_long(worker.incarnation, now))}
-        if not waiting or (usual := self._times_of(well[0]).usual(self._out)) is None:
+        now, records, waiting = self.now(), self._records, {}
+        for worker in well:
+            record = records.get(worker.incarnation)
+            if record is None or not record.waiting:
+                continue
+            oldest = next(iter(record.waiting))
+            if now - oldest.sent_at >= SLOW_SECONDS:
+                waiting[worker.incarnation] = oldest
+        if not waiting or (ratio := self._times_of(well[0]).usual_ratio(self._out)) is None:
             return well
-        overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, usual, now)}
-        return [worker for worker in well if worker.incarnation not in overdue]
+        overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, ratio, now)}
+        return [worker for worker in well if worker.incarnation not in overdue] if overdue else well
 
     def _least_bad(self, workers: list[Worker]) -> list[Worker]:
         now = self.now()
         shares = [round(self._records[worker.incarnation].share_bad(now), 1) for worker in workers]
         return [worker for worker, share in zip(workers, shares, strict=True) if share == min(shares)]
-
-    def _waits_long(self, incarnation: str, now: float) -> CallWatch | None:
-        """Return a worker's oldest call without a first token, if that may be late."""
-        record = self._records.get(incarnation)
-        watch = next(iter(record.waiting), None) if record is not None else None
-        return watch if watch is not None and now - watch.sent_at >= SLOW_SECONDS else None
 
     # ------------------------------------------------------------------------------------------ what calls show
 
@@ -337,7 +338,11 @@ class WorkerHealth:
         return record
 
     def _times_of(self, worker: Worker) -> AnswerTimes:
-        return self._times.setdefault((worker.info.card.model_id, worker.role), AnswerTimes())
+        key = worker.figures.model_id, worker.role
+        times = self._times.get(key)
+        if times is None:
+            times = self._times[key] = AnswerTimes()
+        return times
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if is_here:
@@ -356,10 +361,10 @@ def _is_slow(seconds: float, usual_seconds: float) -> bool:
     return seconds >= SLOW_TIMES * usual_seconds and seconds >= usual_seconds + SLOW_SECONDS
 
 
-def _is_overdue(watch: CallWatch, usual: Usual, now: float) -> bool:
+def _is_overdue(watch: CallWatch, ratio: float, now: float) -> bool:
     if watch.began_at is None or watch.predicted_seconds is None:
         return False
-    return _is_slow(now - watch.began_at, usual.expected_seconds(watch.predicted_seconds))
+    return _is_slow(now - watch.began_at, expected_seconds(ratio, watch.predicted_seconds))
 
 
 def _floor_seconds(record: Record) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from control_plane.admission.attachment import Attachment, Grant
@@ -15,6 +16,7 @@ from tandem.v1 import worker_pb2
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import InternalError, TandemError, Unavailable, from_proto
+from tandem_runtime.kv.table_parts import TableQuestions
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet, Turns, supervised
 from tandem_runtime.tracebacks import message_of
@@ -104,6 +106,7 @@ class WorkerLink:
         """Whether the worker of the stream that is open now sends grants, and hears of what waits."""
         self.attachment = Attachment()
         """What was granted and sent on the stream that is open now, or opens next."""
+        self.tables = TableQuestions(f"worker {worker.worker_id}")
         self._member = member
         self._turns = turns or Turns()
         self._hello = pb.AttachHello(
@@ -210,6 +213,7 @@ class WorkerLink:
             return message_of(error)
         finally:
             self.is_attached = self.uses_grants = False
+            self.tables.closed()
         return "the worker closed it"
 
     async def _attach(self) -> None:
@@ -256,10 +260,13 @@ class WorkerLink:
             case "hello":
                 self._takes_choices, self.is_attached = event.hello.takes_choices, True
                 self.uses_grants = event.hello.uses_grants
+                self.tables.opened(partial(_ask, self._commands) if event.hello.answers_tables else None)
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
                 self._on_attached(self.worker)
             case "used_elsewhere":
                 self._on_used(self.worker, event.used_elsewhere)
+            case "tables":
+                self.tables.received(event.tables)
 
     def _granted(self, message: pb.Grant) -> None:
         grant = Grant(message.number, message.num_tokens, message.num_requests, message.valid_ms / 1000)
@@ -363,6 +370,11 @@ class LinkPool:
         link.report_waiting(waiting)
         return True
 
+    def questions(self, worker: Worker) -> TableQuestions | None:
+        """Return what asks a worker for its tables on its stream; None: it is gone."""
+        link = self._links.get(worker.incarnation)
+        return None if link is None else link.tables
+
     def is_attached(self, incarnation: str) -> bool:
         """Return whether the stream to a worker is open, and the worker has answered on it."""
         link = self._links.get(incarnation)
@@ -413,6 +425,10 @@ class LinkPool:
         elif link := self._links.pop(worker.incarnation, None):
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
             self._closing.spawn(link.retire() if is_draining else link.close())
+
+
+def _ask(commands: asyncio.Queue[pb.Command | _Submits | None], question: pb.AskTables) -> None:
+    commands.put_nowait(pb.Command(tables=question))
 
 
 def _field(number: int, *parts: bytes) -> bytes:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.fleet_identity.addresses import ADDRESSES, advertised, local_address
+from control_plane.fleet_identity.addresses import advertised, local_address
 from control_plane.fleet_identity.certificate_authority import VALIDITY_SECONDS, CertificateAuthority, Issued
 from control_plane.fleet_identity.denials import DenyListReader
 from control_plane.fleet_identity.enrolment import EnrolmentServer
 from control_plane.fleet_identity.gateway_certificate import GatewayCertificate
+from control_plane.fleet_identity.local_tokens import LocalTokens
 from control_plane.storage.database import Database
 from tandem.v1 import control_plane_pb2 as cp
 from tandem_runtime.certificates.credentials import ProcessCertificate
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.certificates.names import Identity, Role
+from tandem_runtime.enrolment.join_token import JoinToken
 from tandem_runtime.errors import Unavailable
 from tandem_runtime.log import get_logger
 
@@ -40,7 +40,7 @@ class IdentityOptions:
     folder: Path
     """For the gateway's certificate; the gateway's own."""
     local_tokens: Path | None = None
-    """Folder for join tokens of this machine's own processes, one file per role; None: they get theirs elsewhere."""
+    """Folder for join tokens of this machine's processes, which its gateways share; None: they get theirs elsewhere."""
     validity_seconds: float = VALIDITY_SECONDS
     advertise: tuple[str, ...] = ()
     """Where other machines reach the enrolment port; empty: by what it listens on."""
@@ -59,6 +59,7 @@ class FleetIdentity:
         self.advertised: tuple[str, ...] = ()
         """The addresses for join tokens of other machines."""
         self._server: EnrolmentServer | None = None
+        self._local_tokens: LocalTokens | None = None
         self._local_tokens_of = (0, 0)
         """The trust bundle that the local join tokens name, and when they were written."""
 
@@ -80,7 +81,9 @@ class FleetIdentity:
         self._server = EnrolmentServer(self._options.enrolment_listen, self.authority, self.certificate)
         self.enrolment_address = await self._server.start()
         self.advertised = advertised(self.enrolment_address, self._options.advertise)
-        await self._write_local_tokens()
+        if (folder := self._options.local_tokens) is not None:
+            self._local_tokens = LocalTokens(folder, local_address(self.enrolment_address), self.advertised)
+        await self.renew_local_tokens()
 
     def denied_since(self, number: int) -> cp.DenyList:
         """Return what a process lacks of the deny list that has read up to `number`; for heartbeat replies."""
@@ -130,39 +133,38 @@ class FleetIdentity:
             await self._server.stop(1.0)
 
     async def _renew_local_tokens(self) -> None:
-        """Write new tokens every 12 hours, after a jump of the clock, and when the authorities change."""
+        """Write new tokens every 12 hours, after a jump of the clock, and when the authorities change.
+
+        Each second this gateway also adds its addresses to the tokens that another gateway has written.
+        """
         is_behind = False
         while True:
             await asyncio.sleep(_LOCAL_TOKEN_CHECK_SECONDS)
             try:
                 await self.renew_local_tokens()
                 is_behind = False
-            except Unavailable as error:
+            except (Unavailable, OSError) as error:
                 if not is_behind:
-                    log.warning("local_join_tokens_not_renewed", error=error.message)
+                    log.warning("local_join_tokens_not_renewed", error=str(error))
                 is_behind = True
 
     async def renew_local_tokens(self) -> None:
-        """Write the join tokens of this machine's processes again, if it is time. Raise Unavailable."""
-        if self._options.local_tokens is None:
+        """Write what the join tokens of this machine's processes lack. Raise Unavailable, OSError."""
+        if self._local_tokens is None:
             return
         bundle_number, written_ms = self._local_tokens_of
         is_recent = 0 <= self._database.now_ms() - written_ms < _LOCAL_TOKEN_RENEWED_MS
-        if not is_recent or bundle_number != self.bundle_number:
-            await self._write_local_tokens()
-
-    async def _write_local_tokens(self) -> None:
-        """Write a join token per role for this machine's own processes, which run as the same user."""
-        folder = self._options.local_tokens
-        if folder is None:
+        if is_recent and bundle_number == self.bundle_number:
+            await asyncio.to_thread(self._local_tokens.add_ours)
             return
         written = self.bundle_number, self._database.now_ms()
-        for role in LOCAL_ROLES:
-            addresses = (local_address(self.enrolment_address),)
-            token = await self.authority.new_token(role, _LOCAL_TOKEN_SECONDS, _LOCAL_TOKEN_USES, addresses)
-            await asyncio.to_thread(_write_private, folder / role, token.text)
-        await asyncio.to_thread(_write_private, folder / ADDRESSES, "\n".join(self.advertised))
+        tokens = {role: await self._new_local_token(role) for role in LOCAL_ROLES}
+        await asyncio.to_thread(self._local_tokens.write, tokens)
         self._local_tokens_of = written
+
+    async def _new_local_token(self, role: Role) -> JoinToken:
+        addresses = (local_address(self.enrolment_address),)
+        return await self.authority.new_token(role, _LOCAL_TOKEN_SECONDS, _LOCAL_TOKEN_USES, addresses)
 
     async def _clean(self) -> None:
         while True:
@@ -171,14 +173,3 @@ class FleetIdentity:
                 await self.authority.clean()
             except Unavailable as error:
                 log.warning("fleet_not_cleaned", error=error.message)
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Replace a file, in a folder of mode 0700, by one of mode 0600."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text + "\n")
-    draft.replace(path)

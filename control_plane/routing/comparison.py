@@ -6,20 +6,15 @@ The router keeps estimates, which it has anyway; they become an explanation once
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from control_plane.explain.explanation import CachedTokens, Candidate, RouteExplanation
+from control_plane.explain.explanation import CachedTokens, Candidate, HandOverExplanation, RouteExplanation
 from control_plane.routing.cost_model import PrefillEstimate
+from control_plane.routing.hand_overs import HandOverCost, Pair, Reader, shown
 
 MAX_COMPARED = 8
 """Workers of each role."""
-
-
-class ComparedPrefill(NamedTuple):
-    estimate: PrefillEstimate
-    hand_over_ms: float
-    """Until decode would have the cache."""
 
 
 class ComparedDecode(NamedTuple):
@@ -30,12 +25,17 @@ class ComparedDecode(NamedTuple):
     """The share of its pool's tokens that would be in flight."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The workers that a request might have gone to: the soonest of prefill, the first of decode in their order."""
 
-    prefills: Sequence[ComparedPrefill] = ()
+    prefills: Sequence[PrefillEstimate] = ()
+    pairs: Sequence[Pair] = ()
+    """Of the hosts of these and that of the chosen decode worker, as they were."""
     decodes: Sequence[ComparedDecode] = ()
+    num_tokens: int = 0
+    """Of the prompt."""
+    reader: Reader | None = None
+    """The chosen decode worker; None: nothing was compared."""
     may_hand_over: bool = True
 
     def explained(
@@ -54,18 +54,34 @@ class Comparison:
         )
 
     def _prefill_candidates(self, chosen: str) -> Iterator[Candidate]:
-        for estimate, hand_over_ms in self.prefills:
+        for estimate, pair in zip(self.prefills, self.pairs, strict=True):
+            hand_over = self._hand_over(estimate, pair)
             yield Candidate(
                 "prefill",
                 estimate.worker.worker_id,
-                hand_over_ms,
+                estimate.total_ms + hand_over.ms,
                 estimate.queue_ms,
                 estimate.load_ms,
                 estimate.compute_ms,
-                hand_over_ms - estimate.total_ms,
+                hand_over.ms,
                 CachedTokens(estimate.cached.own, estimate.cached.host, estimate.cached.remote),
                 is_chosen=estimate.worker.worker_id == chosen,
+                hand_over=HandOverExplanation(
+                    hand_over.from_host,
+                    hand_over.to_host,
+                    hand_over.num_bytes,
+                    hand_over.fixed_ms,
+                    hand_over.transfer_ms,
+                    hand_over.wait_ms,
+                    1000.0 / hand_over.ms_per_byte,
+                ),
             )
+
+    def _hand_over(self, estimate: PrefillEstimate, pair: Pair) -> HandOverCost:
+        assert self.reader is not None, "prefill workers are compared for a decode worker"
+        figures, num_computed = estimate.worker.figures, estimate.num_computed_tokens
+        shows = shown(figures, self.num_tokens, num_computed, estimate.compute_ms)
+        return self.reader.cost(shows, figures.host_id, pair)
 
     def _decode_candidates(self, chosen: str) -> Iterator[Candidate]:
         for estimate, local_ms, load in self.decodes:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.worker_figures import Link
+from control_plane.fleet.worker_figures import ASSUMED_LINK, Link
+from control_plane.routing.hand_overs import HandOverCost, HandOvers, Shown, shown
+from control_plane.routing.prefill_rates import PrefillRates
 from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
 from tandem.v1 import types_pb2 as pb
@@ -23,17 +25,19 @@ ASSUMED_STEP_MS = 50.0
 EXPECTED_ANSWER_TOKENS = 256
 """Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 _ASSUMED_TOKENS_PER_SECOND = 1000.0
-_ASSUMED_HAND_OVER_MS = 8.0
-_ASSUMED_LINK = Link(latency_ms=2.0, bytes_per_second=1e9)
-"""Of another host's store: before its first byte, and then."""
 _MEMORY_BYTES_PER_SECOND = 5e9
 """From the host's store into a pool: one copy, beside other work."""
 _OLD_WEIGHT = 0.8
 """Weight of earlier measurements in a moving average."""
+_OLD_WEIGHT_OF_PEERS = 0.98
+_TOKENS_OF_PEERS = 2_048
+"""What a worker computed lately counts beside so many tokens at its peers' speed.
+
+A step takes a while however few its tokens are, so a worker that got shorter prompts looks slower than its equals. By
+its own prompts alone, whichever got the first new sessions would get nearly all.
+"""
 _TYPICAL_SECONDS = 0.5
 """How long a mean over all workers is cached: workers report each second, and every request needs the mean."""
-_MAX_HAND_OVER_MS = 10_000.0
-"""A longer hand-over is a difference between two hosts' clocks."""
 SHARE_OF_OTHERS = 0.5
 """A running answer that waits for another request's prompt costs half as much as that prompt.
 
@@ -43,6 +47,10 @@ computes the prompt.
 
 
 NOTHING_CACHED = CachedPrefix()
+_PREFILL = pb.WORKER_ROLE_PREFILL
+_Mean = tuple[str, str, pb.WorkerRole.ValueType]
+"""Of what: prompts or answers; and of which workers."""
+_Peers = tuple[str, str, pb.WorkerRole.ValueType]
 
 
 @dataclass(frozen=True)
@@ -176,11 +184,13 @@ class CostModel:
         self._in_flight = in_flight
         self._prefixes = prefixes
         self._clock = clock
-        self._hand_over_ms = _ASSUMED_HAND_OVER_MS
-        """From prefill's first token until decode has every block."""
-        self._typical_rates: dict[tuple[str, str, pb.WorkerRole.ValueType], tuple[float, float]] = {}
+        self.hand_overs = HandOvers(registry, clock)
+        self._prefill_rates = PrefillRates(registry)
+        self._typical_rates: dict[_Mean, tuple[float, float]] = {}
         self._computed: dict[str, tuple[float, float]] = {}
         """Tokens and seconds of the prompts that each decode worker computed."""
+        self._computed_by_peers: dict[_Peers, tuple[float, float]] = {}
+        """The same of all of a model, a numerics class and a role."""
         self._store_hit_rates: dict[str, float] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._means: Means
@@ -199,10 +209,12 @@ class CostModel:
     def match(self, request: RoutingRequest, space: bytes) -> PrefixMatch:
         """Return where the prompt's leading blocks are, of a space; the last token is always computed."""
         num_useful = (request.num_prompt_tokens - 1) // request.grain
-        match = self._prefixes.find(request.block_hashes[:num_useful], space)
-        if not match.hosts:
+        hashes = request.block_hashes
+        match = self._prefixes.find(hashes if len(hashes) <= num_useful else hashes[:num_useful], space)
+        if all(map(self._registry.store_of, match.hosts)):
             return match
-        return replace(match, hosts={host: num for host, num in match.hosts.items() if self._registry.store_of(host)})
+        stores = {host: num for host, num in match.hosts.items() if self._registry.store_of(host)}
+        return PrefixMatch(match.pools, stores)
 
     def estimate(self, worker: Worker, request: RoutingRequest, match: PrefixMatch) -> PrefillEstimate:
         """Predict when a worker would have the whole prompt, after the prompts that wait there already."""
@@ -211,16 +223,21 @@ class CostModel:
     def estimates(
         self, workers: Sequence[Worker], request: RoutingRequest, match: PrefixMatch
     ) -> list[PrefillEstimate]:
-        """Return the same for several workers."""
-        num_tokens, estimates = max(1, request.num_prompt_tokens), []
+        """Return the same for several workers of one role."""
+        cached, num_missing, load_ms = NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
+        address = source_id = ""
         sources = _Sources(self._registry, match) if match.pools or match.hosts else None
+        typical: float | None = None
+        estimates = []
         for worker in workers:
-            rate = self.tokens_per_second(worker)
-            cached, source, num_missing, load_ms = NOTHING_CACHED, None, num_tokens, 0.0
+            rate = self.measured_rate(worker)
+            if not rate:
+                rate = typical = typical or self.typical_rate(worker.figures.model_id, worker.role)
+            queue_ms = 1000.0 * self._num_queued(worker, rate) / rate
             if sources is not None:
-                cached, source, num_missing, load_ms = self._cached(worker, rate, request, match, sources)
-            address, source_id = ("", "") if source is None else (source.info.address, source.worker_id)
-            queue_ms, compute_ms = 1000.0 * self._num_queued(worker, rate) / rate, 1000.0 * num_missing / rate
+                cached, num_missing, load_ms = self._cached(worker, rate, request, match, sources)
+                address, source_id = (sources.address, sources.worker_id) if cached.remote else ("", "")
+            compute_ms = 1000.0 * num_missing / rate
             estimates.append(
                 PrefillEstimate(worker, cached, address, num_missing, queue_ms, load_ms, compute_ms, source_id)
             )
@@ -228,33 +245,40 @@ class CostModel:
 
     def _cached(
         self, worker: Worker, rate: float, request: RoutingRequest, match: PrefixMatch, sources: _Sources
-    ) -> tuple[CachedPrefix, Worker | None, int, float]:
-        """Return what is cached for a worker, whence it comes, the tokens left to compute, and the ms of loading."""
+    ) -> tuple[CachedPrefix, int, float]:
+        """Return what is cached for a worker, the tokens left to compute, and the milliseconds of loading."""
         figures, size = worker.figures, request.grain
         own, host, remote, remote_host = match.seen_from(worker.incarnation, figures.host_id)
         if not (own or host or remote):
-            return NOTHING_CACHED, None, max(1, request.num_prompt_tokens), 0.0
+            return NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
         bytes_per_grain = figures.bytes_per_block * size / (figures.tokens_per_block or size)
-        source, fetch_ms = None, 0.0
+        num_found = load_ms = 0.0
+        if host:
+            num_found = size * host * self._store_hit_rates.get(figures.host_id, 1.0)
+            load_ms = 1000.0 * num_found / size * bytes_per_grain / _MEMORY_BYTES_PER_SECOND
         if remote:
-            source, fetch_ms = sources.fetch(figures.host_id, remote * bytes_per_grain)
-            if source is None or fetch_ms >= 1000.0 * remote * size / rate:  # computing them is sooner
-                source, fetch_ms, remote, remote_host = None, 0.0, 0, ""
-        num_found = size * host * self._store_hit_rates.get(figures.host_id, 1.0) if host else 0.0
+            fetch_ms = sources.fetch_ms(figures.host_id, remote * bytes_per_grain)
+            if fetch_ms is None or fetch_ms >= 1000.0 * remote * size / rate:  # computing them is sooner
+                remote, remote_host = 0, ""
+            else:
+                load_ms += fetch_ms
         num_missing = max(1, round(request.num_prompt_tokens - size * (own + remote) - num_found))
-        load_ms = 1000.0 * num_found / size * bytes_per_grain / _MEMORY_BYTES_PER_SECOND + fetch_ms
-        return CachedPrefix(size * own, size * host, size * remote, remote_host), source, num_missing, load_ms
+        return CachedPrefix(size * own, size * host, size * remote, remote_host), num_missing, load_ms
 
     def local_ms(self, estimate: PrefillEstimate) -> float:
         """Return the cost of a prompt at a decode worker, the delay of the answers that run there included."""
-        worker = estimate.worker
-        num_running = max(1, worker.figures.num_running, self._in_flight.answers[worker.incarnation])
-        own_ms = estimate.load_ms + estimate.compute_ms
-        return estimate.queue_ms + own_ms * (1 + SHARE_OF_OTHERS * num_running)
+        worker, _, _, _, queue_ms, load_ms, compute_ms, _ = estimate
+        num_running = max(1, worker.figures.num_running, self._in_flight.answers.get(worker.incarnation, 0))
+        return queue_ms + (load_ms + compute_ms) * (1 + SHARE_OF_OTHERS * num_running)
 
-    def hand_over_ms(self, estimate: PrefillEstimate) -> float:
-        """Return the cost of a prompt at a prefill worker, the hand-over included."""
-        return estimate.total_ms + self._hand_over_ms
+    def shown(self, estimate: PrefillEstimate, num_tokens: int) -> Shown:
+        """Return what others can read of a prompt of so many tokens at a prefill worker, and when."""
+        return shown(estimate.worker.figures, num_tokens, estimate.num_computed_tokens, estimate.compute_ms)
+
+    def hand_over(self, estimate: PrefillEstimate, num_tokens: int, decode: Worker, num_own: int = 0) -> HandOverCost:
+        """Return what handing a prompt over takes after prefill's first token; decode has `num_own` of its tokens."""
+        from_host = estimate.worker.figures.host_id
+        return self.hand_overs.cost(self.shown(estimate, num_tokens), from_host, decode, num_own)
 
     def num_queued(self, worker: Worker) -> int:
         """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead.
@@ -264,8 +288,9 @@ class CostModel:
         return self._num_queued(worker, self.tokens_per_second(worker))
 
     def _num_queued(self, worker: Worker, rate: float) -> int:
-        num_mine, num_reported = self._in_flight.prefill_tokens[worker.incarnation], worker.figures.num_tokens_in_flight
-        if worker.role != pb.WORKER_ROLE_PREFILL or num_reported <= num_mine:
+        num_mine = self._in_flight.prefill_tokens.get(worker.incarnation, 0)  # `[]` of a Counter is slow if it has none
+        num_reported = worker.figures.num_tokens_in_flight
+        if worker.role != _PREFILL or num_reported <= num_mine:
             return num_mine
         num_computed_since = round((self._clock() - worker.last_heartbeat) * rate)
         return max(num_mine, num_reported - max(0, num_computed_since))
@@ -281,62 +306,69 @@ class CostModel:
 
     def typical_answer_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
         """Return the recent mean of the tokens that a model's workers of a role sample per second of their steps."""
-        return self._recent(
-            "answers", model_id, role, lambda: self._means.answer_rate(model_id, role) or 1000.0 / ASSUMED_STEP_MS
-        )
+        key = "answers", model_id, role
+        recent = self._recent(key)
+        if recent is not None:
+            return recent
+        known = self._means.answer_rate(model_id, role)
+        return self._noted(key, known) if known else 1000.0 / ASSUMED_STEP_MS
 
     def typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
         """Return the recent mean rate of a model's workers of that role, else of its prefill workers."""
+        key = "prompts", model_id, role
+        recent = self._recent(key)
+        if recent is not None:
+            return recent
+        of_role = self._means.prompt_rate(model_id, role) or self._means.prompt_rate(model_id, _PREFILL)
+        return self._noted(key, of_role) if of_role else _ASSUMED_TOKENS_PER_SECOND
 
-        def mean() -> float:
-            of_role = self._means.prompt_rate(model_id, role)
-            return of_role or self._means.prompt_rate(model_id, pb.WORKER_ROLE_PREFILL) or _ASSUMED_TOKENS_PER_SECOND
+    def _recent(self, key: _Mean) -> float | None:
+        """Return a mean over all workers if it was noted half a second ago at most."""
+        noted = self._typical_rates.get(key)
+        return noted[0] if noted is not None and self._clock() < noted[1] else None
 
-        return self._recent("prompts", model_id, role, mean)
-
-    def _recent(self, what: str, model_id: str, role: pb.WorkerRole.ValueType, mean: Callable[[], float]) -> float:
-        """Return a mean over all workers of half a second ago at most."""
-        rate, until = self._typical_rates.get((what, model_id, role), (0.0, 0.0))
-        now = self._clock()
-        if now >= until:
-            rate = mean()
-            self._typical_rates[what, model_id, role] = rate, now + _TYPICAL_SECONDS
+    def _noted(self, key: _Mean, rate: float) -> float:
+        self._typical_rates[key] = rate, self._clock() + _TYPICAL_SECONDS
         return rate
 
     def measured_rate(self, worker: Worker) -> float | None:
-        """Prefill workers report their rate themselves: their steps only compute prompts."""
-        if worker.role == pb.WORKER_ROLE_PREFILL:
-            return worker.figures.prompt_rate
-        return self.computed_rate(worker.incarnation)
+        """Return a worker's rate of prompts. Prefill workers report theirs: their steps compute nothing else."""
+        if worker.role == _PREFILL:
+            return self._prefill_rates.of(worker.incarnation)
+        return self.computed_rate(worker)
 
-    def computed_rate(self, incarnation: str) -> float | None:
-        """Return the rate of the prompts that a decode worker computed lately."""
-        computed = self._computed.get(incarnation)
-        return None if computed is None else computed[0] / computed[1]
+    def computed_rate(self, worker: Worker) -> float | None:
+        """Return the rate of the prompts that a decode worker computed lately, drawn towards that of its peers."""
+        own = self._computed.get(worker.incarnation)
+        if own is None:
+            return None
+        num_tokens, seconds = self._computed_by_peers.get(_peers(worker), own)  # its own if its card has changed since
+        return (own[0] + _TOKENS_OF_PEERS) / (own[1] + _TOKENS_OF_PEERS * seconds / num_tokens)
 
     # ------------------------------------------------------------------------------------------------- learning
 
-    def prompt_read(self, incarnation: str, ledger: pb.PhaseLedger) -> None:
+    def prompt_read(self, worker: Worker, ledger: pb.PhaseLedger) -> None:
         """Take in the ledger of a phase that has computed a prompt, or the rest of one."""
-        seconds = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9
-        if seconds > 0 and ledger.num_computed_tokens and ledger.scheduled_ns:
-            num_tokens, num_seconds = self._computed.get(incarnation, (0.0, 0.0))
-            self._computed[incarnation] = (
-                _OLD_WEIGHT * num_tokens + ledger.num_computed_tokens,
-                _OLD_WEIGHT * num_seconds + seconds,
-            )
+        seconds, num_tokens = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9, ledger.num_computed_tokens
+        if seconds > 0 and num_tokens and ledger.scheduled_ns:
+            incarnation, peers = worker.incarnation, _peers(worker)
+            own, of_peers = self._computed.get(incarnation), self._computed_by_peers.get(peers)
+            self._computed[incarnation] = _summed(own, _OLD_WEIGHT, num_tokens, seconds)
+            self._computed_by_peers[peers] = _summed(of_peers, _OLD_WEIGHT_OF_PEERS, num_tokens, seconds)
             for listener in self._listeners:
                 listener(incarnation)
 
-    def handed_over(self, prefill: pb.PhaseLedger, decode: pb.PhaseLedger) -> None:
+    def handed_over(self, writer: Worker, prefill: pb.PhaseLedger, reader: Worker, decode: pb.PhaseLedger) -> None:
         """Take in the ledgers of both halves of a request.
 
         A decode worker without room refuses, and takes a later Submit: the wait until then is not the hand-over's.
         """
         if prefill.first_token_ns and decode.transfer_end_ns:
             begun_ns = max(prefill.first_token_ns, decode.submitted_ns)
-            took_ms = min(_MAX_HAND_OVER_MS, max(0.0, (decode.transfer_end_ns - begun_ns) / 1e6))
-            self._hand_over_ms = _mixed(self._hand_over_ms, took_ms)
+            compute_ms = (prefill.first_token_ns - prefill.scheduled_ns) / 1e6 if prefill.scheduled_ns else 0.0
+            what = shown(writer.figures, prefill.num_prompt_tokens, prefill.num_computed_tokens, compute_ms)
+            took_ms = (decode.transfer_end_ns - begun_ns) / 1e6
+            self.hand_overs.ended(what, writer.figures.host_id, reader, decode.num_bytes_pulled, took_ms)
 
     def store_used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:
         """Record how many of the tokens expected in a host's store were there."""
@@ -357,31 +389,36 @@ class _Sources:
     def __init__(self, registry: WorkerRegistry, match: PrefixMatch) -> None:
         self._registry = registry
         host_id, num_blocks = match.deepest_host
-        self._source = registry.store_of(host_id) if num_blocks else None
+        source = registry.store_of(host_id) if num_blocks else None
+        self.address, self.worker_id = ("", "") if source is None else (source.info.address, source.worker_id)
         self._links: dict[str, Link | None] = {}
 
-    def fetch(self, host_id: str, num_bytes: float) -> tuple[Worker | None, float]:
-        """Return the store and the milliseconds that a host's store would need, by what that has measured.
+    def fetch_ms(self, host_id: str, num_bytes: float) -> float | None:
+        """Return the milliseconds that a host's store would need to fetch so much, by what that has measured.
 
         None: one of the hosts has no store.
         """
         if host_id not in self._links:
-            store = self._registry.store_of(host_id) if self._source is not None else None
-            self._links[host_id] = None if store is None or self._source is None else _link(store, self._source)
+            store = self._registry.store_of(host_id) if self.worker_id else None
+            self._links[host_id] = None if store is None else store.figures.links.get(self.address, ASSUMED_LINK)
         link = self._links[host_id]
-        if link is None:
-            return None, 0.0
-        return self._source, link.latency_ms + 1000.0 * num_bytes / link.bytes_per_second
-
-
-def _link(store: Worker, source: Worker) -> Link:
-    return store.figures.links.get(source.info.address, _ASSUMED_LINK)
+        return None if link is None else link.latency_ms + 1000.0 * num_bytes / link.bytes_per_second
 
 
 def _subtract(counter: Counter[str], incarnation: str, number: int) -> None:
     counter[incarnation] -= number
     if counter[incarnation] <= 0:
         del counter[incarnation]
+
+
+def _peers(worker: Worker) -> _Peers:
+    return worker.figures.model_id, worker.figures.numerics_class, worker.role
+
+
+def _summed(old: tuple[float, float] | None, weight: float, num_tokens: int, seconds: float) -> tuple[float, float]:
+    """Return tokens and seconds, the old ones with less weight."""
+    old_tokens, old_seconds = old or (0.0, 0.0)
+    return weight * old_tokens + num_tokens, weight * old_seconds + seconds
 
 
 def _mixed(old: float, new: float) -> float:

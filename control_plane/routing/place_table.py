@@ -50,9 +50,13 @@ class PlaceTable:
         return self._hosts.get(host_id, 0)
 
     def reported_pool(self, incarnation: str, host_id: str) -> int:
-        """Return the number of a pool, and note that the block events of a host tell of it."""
-        self._reported.setdefault(host_id, set()).add(incarnation)
-        self._host_of[incarnation] = host_id
+        """Return the number of a pool, and note that the block events of a host tell of it: of one host at a time."""
+        before = self._host_of.get(incarnation)
+        if before != host_id:
+            if before is not None:
+                self._reported[before].discard(incarnation)
+            self._host_of[incarnation] = host_id
+            self._reported.setdefault(host_id, set()).add(incarnation)
         self._live.add(host_id)
         return self.pool(incarnation)
 

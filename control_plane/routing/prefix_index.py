@@ -39,5 +39,6 @@ class PrefixMatch:
             return CachedPrefix(num_own)
         num_here = max(num_own, self.hosts.get(host_id, 0))
         remote_host, num_there = self.deepest_host
-        num_remote = max(0, num_there - num_here)
-        return CachedPrefix(num_own, num_here - num_own, num_remote, remote_host if num_remote else "")
+        if num_there <= num_here:
+            return CachedPrefix(num_own, num_here - num_own)
+        return CachedPrefix(num_own, num_here - num_own, num_there - num_here, remote_host)

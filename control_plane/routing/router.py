@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_figures import WorkerFigures
 from control_plane.fleet.worker_health import WorkerHealth
-from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
+from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
     EXPECTED_ANSWER_TOKENS,
@@ -24,6 +24,7 @@ from control_plane.routing.cost_model import (
     RoutingRequest,
 )
 from control_plane.routing.groups import TIE, Group, preferences
+from control_plane.routing.hand_over_ways import HandOverWays
 from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from control_plane.routing.shortlist import Query, Shortlist, could_hold, could_hold_choices, largest_pool
@@ -35,8 +36,7 @@ _AFFINITY_SLACK = 1.25
 _NO_ROUTE = SessionRoute("", "")
 
 
-@dataclass(frozen=True, eq=False)
-class Route:
+class Route(NamedTuple):
     """The workers for a request. Decode workers are in order of preference; the first that accepts is used."""
 
     prefill: Worker | None
@@ -44,7 +44,7 @@ class Route:
     decodes: tuple[Worker, ...]
     reason: str
     predicted_ms: dict[str, float]
-    estimates: Mapping[str, PrefillEstimate] = field(default_factory=dict)
+    estimates: Mapping[str, PrefillEstimate]
     """By incarnation, of the workers that may compute the prompt: the prefill worker, or each decode worker."""
     comparison: Comparison = NOTHING_COMPARED
     """What the route was compared to."""
@@ -64,6 +64,12 @@ class Route:
         return self.decodes[0].worker_id
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that the prefill worker would compute; 0: there is none."""
+        estimate = self.estimate(self.prefill) if self.prefill is not None else None
+        return estimate.num_computed_tokens if estimate is not None else 0
+
+    @property
     def expects_cached(self) -> bool:
         """Whether the worker that computes the prompt has, or gets, some of it from a cache."""
         estimate = self.estimate(self.prefill or self.decodes[0])
@@ -75,6 +81,11 @@ class Route:
 
     def estimate(self, worker: Worker) -> PrefillEstimate | None:
         return self.estimates.get(worker.incarnation)
+
+    def own_tokens(self, decode: Worker) -> int:
+        """Return how many of the prompt's tokens the router expects in a decode worker's pool."""
+        compared = (each.estimate for each in self.comparison.decodes)
+        return next((each.cached.own for each in compared if each.worker.incarnation == decode.incarnation), 0)
 
     def describe(self) -> dict[str, Any]:
         estimate = self.estimate(self.prefill or self.decodes[0])
@@ -98,6 +109,10 @@ class _Option(NamedTuple):
     load: float
     """The share of its pool's tokens that would be in flight with this request."""
     is_handed_over: bool
+    prefill: PrefillEstimate | None
+    """The best one for this decode worker; None: the prompt cannot be handed over there."""
+    hand_over_ms: float
+    """Until this worker would have the cache from there."""
 
 
 class Router:
@@ -157,7 +172,7 @@ class Router:
         """
         able = [(group, route) for group, route in routes if not route.cost[0] and not self.is_busy(route.decodes)]
         able = able or list(routes)
-        if self._must_hand_over(query.request):
+        if self.must_hand_over(query.request):
             able = [(group, route) for group, route in able if route.prefill is not None] or able
         least_load = min(self._decode_load(route.decodes[0]) for _, route in able)
         for _, route in able:
@@ -168,7 +183,7 @@ class Router:
         ((_, drawn),) = self._rng.choices(able, weights)
         best = min((route for _, route in able if route.expects_cached), key=lambda route: route.cost, default=drawn)
         chosen = drawn if drawn.cost[1] <= TIE * best.cost[1] else best
-        return replace(chosen, reason=f"{chosen.reason}; in one of {len(routes)} groups that share KV blocks")
+        return chosen._replace(reason=f"{chosen.reason}; in one of {len(routes)} groups that share KV blocks")
 
     def _prefill_estimates(self, groups: Sequence[Group], query: Query) -> list[list[PrefillEstimate]]:
         """Return the estimates of each group's prefill candidates: of those that are well, if there are any."""
@@ -195,14 +210,18 @@ class Router:
         The costs of one request are those of a few workers, however many there are.
         """
         request = query.request
-        prefill = self._best_prefill(remote, query) if request.hand_over != "never" else None
+        ordered = sorted([(each.total_ms, each.worker.worker_id, each) for each in remote])
+        prefill = self._best_prefill(ordered, query) if request.hand_over != "never" else None
         hand_over = self._hand_over(request, prefill, could_hold_choices(group.decodes, request))
-        ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
+        ways = None
+        if prefill is not None and hand_over != "never":
+            slack = _AFFINITY_SLACK if self._is_home(prefill, query) else TIE
+            ways = HandOverWays(self.costs, request.num_prompt_tokens, prefill, ordered, slack)
         local: list[PrefillEstimate] = []
         for table in group.decodes:
-            workers = self._shortlist.decodes(table, query, ms, hand_over, among)
+            workers = self._shortlist.decodes(table, query, None if ways is None else prefill, hand_over, among)
             local += self.costs.estimates(workers, request, query.match(table.key.index_space))
-        return self._compared(group, query, remote, prefill, hand_over, local) if local else None
+        return self._compared(group, query, remote, prefill, ways, hand_over, local) if local else None
 
     def _compared(
         self,
@@ -210,14 +229,17 @@ class Router:
         query: Query,
         remote: Sequence[PrefillEstimate],
         prefill: PrefillEstimate | None,
+        ways: HandOverWays | None,
         hand_over: HandOver,
         local: Sequence[PrefillEstimate],
     ) -> Route:
         """Return the best of the routes with these estimates."""
-        ranked = self._with_affinity(self._rank_decodes(local, query.request, prefill, hand_over), query)
+        ranked = self._with_affinity(self._rank_decodes(local, query.request, ways, hand_over), query)
         first, decodes = ranked[0], tuple([option.estimate.worker for option in ranked])
+        if first.prefill is not None:
+            prefill = first.prefill
         comparison = self._comparison(query.request, remote, prefill, ranked)
-        if prefill is not None and first.is_handed_over:
+        if first.is_handed_over and prefill is not None:
             return self._handed_over_route(prefill, first, decodes, group, comparison)
         has_prefills = group.num_prefills > 0 and query.request.hand_over != "never"
         return self._local_route(prefill, ranked, decodes, comparison, has_prefills=has_prefills)
@@ -249,9 +271,9 @@ class Router:
         """`could_hold`: whether all choices fit the pools at once."""
         if prefill is None or not could_hold:
             return "never"
-        return "always" if self._must_hand_over(request) else request.hand_over
+        return "always" if self.must_hand_over(request) else request.hand_over
 
-    def _must_hand_over(self, request: RoutingRequest) -> bool:
+    def must_hand_over(self, request: RoutingRequest) -> bool:
         """Return whether a prefill worker computes the prompt wherever there is one."""
         return request.hand_over == "always" or (request.hand_over != "never" and self._local_prefill == "never")
 
@@ -259,7 +281,7 @@ class Router:
         self,
         local: Sequence[PrefillEstimate],
         request: RoutingRequest,
-        prefill: PrefillEstimate | None,
+        ways: HandOverWays | None,
         hand_over: HandOver,
     ) -> list[_Option]:
         """Order workers by whether the prompt's blocks seem to fit, then by the predicted time of prompt and answer.
@@ -269,22 +291,27 @@ class Router:
         """
         measured = [ms for estimate in local if (ms := estimate.worker.figures.step_ms) is not None]
         answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (fmean(measured) if measured else ASSUMED_STEP_MS)
-        hand_over_ms = None if prefill is None or hand_over == "never" else self.costs.hand_over_ms(prefill)
-        num_tokens = request.num_prompt_tokens + request.max_tokens
-        options = []
+        num_prompt_tokens, num_tokens = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
+        sent, options = self.in_flight.decode_tokens, []
         for estimate in local:
-            worker, prompt_ms = estimate.worker, self.costs.local_ms(estimate)
-            local_ms, load = prompt_ms, self._decode_load(worker, num_tokens)
-            is_handed_over = False
-            if hand_over_ms is not None and worker.figures.kv_address:
-                is_handed_over = hand_over == "always" or hand_over_ms < local_ms
-                prompt_ms = hand_over_ms if is_handed_over else local_ms
-            cost = self._is_tight(worker, request), prompt_ms + answer_ms * load
-            options.append(_Option(cost, worker.worker_id, estimate, local_ms, load, is_handed_over))
+            worker = estimate.worker
+            figures, num_mine = worker.figures, sent.get(worker.incarnation, 0)
+            local_ms = prompt_ms = self.costs.local_ms(estimate)
+            load = _load(figures, num_mine, num_tokens)
+            is_handed_over, prefill, hand_over_ms = False, None, 0.0
+            if ways is not None and figures.kv_address:
+                prefill, hand_over_ms = ways.best(estimate)
+                if hand_over == "always" or hand_over_ms < local_ms:
+                    is_handed_over, prompt_ms = True, hand_over_ms
+            is_tight = figures.free_tokens < num_prompt_tokens + num_mine - figures.num_tokens_in_flight
+            cost = is_tight, prompt_ms + answer_ms * load
+            options.append(
+                _Option(cost, worker.worker_id, estimate, local_ms, load, is_handed_over, prefill, hand_over_ms)
+            )
         options.sort()
         best = options[0]
         # What prefill takes is the same for each of them: the rest is compared.
-        common = hand_over_ms if best.is_handed_over and hand_over_ms is not None else 0.0
+        common = best.prefill.total_ms if best.is_handed_over and best.prefill is not None else 0.0
         limit = best.cost[1] + (TIE - 1) * (best.cost[1] - common)
         num_ties = sum(option.cost[0] == best.cost[0] and option.cost[1] <= limit for option in options)
         if num_ties > 1:
@@ -308,27 +335,29 @@ class Router:
             break
         return options
 
-    def _is_tight(self, worker: Worker, request: RoutingRequest) -> bool:
-        figures, num_mine = worker.figures, self.in_flight.decode_tokens[worker.incarnation]
-        return figures.free_tokens < request.num_prompt_tokens + num_mine - figures.num_tokens_in_flight
+    def _decode_load(self, worker: Worker) -> float:
+        """Return the share of its pool's tokens that a decode worker would have in flight with one more."""
+        return _load(worker.figures, self.in_flight.decode_tokens.get(worker.incarnation, 0), 1)
 
-    def _decode_load(self, worker: Worker, num_tokens: int = 1) -> float:
-        """Return the share of its pool's tokens that a decode worker would have in flight with `num_tokens` more."""
-        num_mine = self.in_flight.decode_tokens[worker.incarnation]
-        num_in_flight = max(num_mine, worker.figures.num_tokens_in_flight) + num_tokens
-        return num_in_flight / max(1, worker.figures.pool_tokens)
+    def _is_home(self, estimate: PrefillEstimate, query: Query) -> bool:
+        return estimate.worker.incarnation == query.last.prefill or estimate.worker.incarnation in query.homes
 
-    def _best_prefill(self, estimates: Sequence[PrefillEstimate], query: Query) -> PrefillEstimate | None:
-        """Return the session's last worker or the key's if it is about as soon as the soonest, or one of these."""
-        if not estimates:
+    def _best_prefill(
+        self, ordered: Sequence[tuple[float, str, PrefillEstimate]], query: Query
+    ) -> PrefillEstimate | None:
+        """Return the session's last worker or the key's if it is about as soon as the soonest, or one of these.
+
+        `ordered`: by their milliseconds, which come first.
+        """
+        if not ordered:
             return None
-        costs = sorted([(estimate.total_ms, estimate.worker.worker_id, estimate) for estimate in estimates])
-        least_ms = costs[0][0]
-        for total_ms, _, estimate in costs:
-            is_home = estimate.worker.incarnation == query.last.prefill or estimate.worker.incarnation in query.homes
-            if is_home and total_ms <= _AFFINITY_SLACK * least_ms:
+        least_ms = ordered[0][0]
+        for total_ms, _, estimate in ordered:
+            if total_ms > _AFFINITY_SLACK * least_ms:
+                break
+            if self._is_home(estimate, query):
                 return estimate
-        ties = [estimate for total_ms, _, estimate in costs if total_ms <= TIE * least_ms]
+        ties = [estimate for total_ms, _, estimate in ordered if total_ms <= TIE * least_ms]
         return self._rng.choice(ties) if len(ties) > 1 else ties[0]
 
     # --------------------------------------------------------------------------------------------- explaining a route
@@ -343,9 +372,14 @@ class Router:
         """Keep what an explanation shows of the decision: a few workers of each role, with their figures of now."""
         if len(prefills) > MAX_COMPARED:  # the session's worker may not be among the soonest
             prefills = nsmallest(MAX_COMPARED, prefills, key=lambda each: (each is not best, each.total_ms))
+        first, hand_overs, num_tokens = decodes[0].estimate, self.costs.hand_overs, request.num_prompt_tokens
+        pair, to_host = hand_overs.pair, first.worker.figures.host_id
         return Comparison(
-            [ComparedPrefill(estimate, self.costs.hand_over_ms(estimate)) for estimate in prefills],
+            prefills,
+            [pair(each.worker.figures.host_id, to_host) for each in prefills],
             [ComparedDecode(each.estimate, each.local_ms, each.load) for each in decodes[:MAX_COMPARED]],
+            num_tokens,
+            hand_overs.reader(first.worker, num_tokens, first.cached.own),
             may_hand_over=request.hand_over != "never",
         )
 
@@ -360,7 +394,7 @@ class Router:
         predicted = {
             "decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS,
             **_parts("prefill", prefill),
-            "hand_over": self.costs.hand_over_ms(prefill),
+            "hand_over": first.hand_over_ms,
             "local": first.local_ms,
         }
         reason = f"{prefill}, the soonest of {group.num_prefills} prefill workers; {group.num_decodes} decode workers"
@@ -384,9 +418,15 @@ class Router:
             why = "no KV service" if has_prefills else "no prefill worker"
             reason = f"{why}: decode computes the prompt"
             return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
-        predicted["hand_over"] = self.costs.hand_over_ms(prefill)
+        predicted["hand_over"] = first.hand_over_ms
         reason = f"decode computes the prompt: {estimate}; handing over would take {predicted['hand_over']:.1f} ms"
         return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
+
+
+def _load(figures: WorkerFigures, num_sent: int, num_tokens: int) -> float:
+    """Return the share of its pool's tokens that a decode worker would have in flight with `num_tokens` more."""
+    num_reported = figures.num_tokens_in_flight
+    return ((num_sent if num_sent > num_reported else num_reported) + num_tokens) / (figures.pool_tokens or 1)
 
 
 def _parts(name: str, estimate: PrefillEstimate) -> dict[str, float]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ DEFAULT_MAX_BLOCKS = 10_000_000
 _BLOCKS_PER_POINT = 8
 """A prompt of 2,000 tokens has 12 sample points and an end for its 125 blocks; a longer one has fewer per block."""
 _WAYS = 8
+_NUM_TURNS = 1 << 15
 _NUM_PLACES = 4
 """Pools of a point, and stores of a point."""
 _FRESH_SECONDS = 2.0
@@ -44,8 +46,8 @@ _ID = np.uint16(MAX_PLACE_ID)
 _MAX_STAMP = (1 << 32) - (1 << 24)
 _SPACING = 16
 _COLUMNS = np.arange(_NUM_PLACES)
-_HALF = np.uint64(32)
-_LOW = np.uint64((1 << 32) - 1)
+_HALF = np.array(32, np.uint64)
+_EACH_BYTE = np.uint64(0x0101010101010101)
 _EMPTY, _ONE = np.uint64(0), np.uint64(1)
 """Keys: of an empty slot, and in place of a key that is 0."""
 
@@ -73,12 +75,14 @@ class SamplePointIndex:
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_blocks`: the index has room for a point for each eight of them; 3.5 bytes a block."""
         num_buckets = max(1, max_blocks // _BLOCKS_PER_POINT // _WAYS)
-        self._num_buckets = np.uint64(num_buckets)
+        self._num_buckets = np.array(num_buckets, np.uint64)  # faster in a product than a scalar
         self._keys = np.zeros((num_buckets, _WAYS), np.uint64)  # 0: the slot is empty
         self._places = np.zeros((num_buckets * _WAYS, 2 * _NUM_PLACES), np.uint16)  # pools, then stores; 0: none
-        self._pools, self._stores = self._places[:, :_NUM_PLACES], self._places[:, _NUM_PLACES:]
+        self._fours = self._places.reshape(-1).view(np.uint64)  # the same memory: the pools, then the stores of a slot
         self._stamps = np.zeros((num_buckets, _WAYS), np.uint32)
-        self._stamp = 1
+        self._stamp = _WAYS  # above every number of used slots
+        self._turns = np.zeros(_NUM_TURNS, np.int32)
+        """Of `_by_four` alone: which place has its turn at a four. Fours whose numbers end alike take turns too."""
         self._table = PlaceTable()
         self._clock = clock
         self._lessons: deque[_Lesson] = deque()
@@ -88,8 +92,21 @@ class SamplePointIndex:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of a full index. The system gives it page by page, as points are added."""
-        return self._keys.nbytes + self._places.nbytes + self._stamps.nbytes
+        """The memory of a full index. Without `take_memory`, the system gives it as points are added."""
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self._keys, self._places, self._stamps, self._turns
+
+    def take_memory(self) -> None:
+        """Take the memory of an empty index from the system at once: some 2 ms a MB.
+
+        The first thousands of points lie on nearly all of its pages, so the first block events would wait for it.
+        """
+        assert not len(self), "the points of an index would be lost"
+        for array in self._arrays:
+            array.fill(0)
 
     # ------------------------------------------------------------------------------------------------------- finding
 
@@ -127,12 +144,13 @@ class SamplePointIndex:
         """Return the positions whose blocks are in the index, in order, with the numbers of their places."""
         keys = _keys_at(block_hashes, positions, space)
         buckets = self._buckets(keys)
-        hits = (self._keys[buckets] == keys[:, None, None]).ravel().nonzero()[0]  # of [num_keys, 2, 8]
+        hits = (self._keys.take(buckets, 0) == keys[:, None, None]).reshape(-1).nonzero()[0]  # of [num_keys, 2, 8]
         if not len(hits):
             return []
-        slots = buckets.reshape(-1)[hits // _WAYS] * _WAYS + hits % _WAYS
-        rows = (self._places[slots] & _ID).tolist()
-        return list(zip(positions[hits // (2 * _WAYS)].tolist(), rows, strict=True))
+        slots = buckets.reshape(-1).take(hits // _WAYS) * _WAYS
+        slots += hits % _WAYS
+        rows = (self._places.take(slots, 0) & _ID).tolist()
+        return list(zip(positions.take(hits // (2 * _WAYS)).tolist(), rows, strict=True))
 
     # ------------------------------------------------------------------------------------- from this gateway's requests
 
@@ -150,17 +168,14 @@ class SamplePointIndex:
         keys = _keys_at(block_hashes, positions - first, space)
         is_fresh = self._table.is_reported(incarnation)
         slots, is_kept = self._slots_for(keys, in_order=True)
-        for part, place in (
-            (self._pools, self._table.pool(incarnation)),
-            (self._stores, self._table.host(host_id) if host_id else 0),
-        ):
+        for four, place in enumerate((self._table.pool(incarnation), self._table.host(host_id) if host_id else 0)):
             if not place:
                 continue
             places = np.full(len(keys), place, np.uint16)
             if is_fresh:
                 places[:num_points] |= _UNCONFIRMED
                 self._lessons.append(_Lesson(self._clock() + _FRESH_SECONDS, keys[:num_points], place))
-            _put_first(part, slots[is_kept], places[is_kept])
+            _put_first(self._fours, 2 * slots[is_kept] + four, places[is_kept])
 
     def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0, space: bytes = b"") -> None:
         """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
@@ -228,18 +243,15 @@ class SamplePointIndex:
     def _look_up(self, keys: Keys) -> tuple[_Ints, npt.NDArray[np.bool_]]:
         """Return for each key its slot, and whether the key is there; the slot of an absent key means nothing."""
         buckets = self._buckets(keys)
-        hits = (self._keys[buckets] == keys[:, None, None]).reshape(len(keys), 2 * _WAYS)  # [num_keys, 2 * 8]
+        hits = (self._keys.take(buckets, 0) == keys[:, None, None]).reshape(len(keys), 2 * _WAYS)  # [num_keys, 2 * 8]
         way = hits.argmax(axis=1)
         rows = np.arange(len(keys))
         slots = buckets[rows, way // _WAYS] * _WAYS + way % _WAYS
         return slots, hits[rows, way]
 
     def _buckets(self, keys: Keys) -> _Ints:
-        """Return the two buckets of each key. Keys are digests: any of their bits are as good as others."""
-        buckets = np.empty((len(keys), 2), np.uint64)
-        np.bitwise_and(keys, _LOW, out=buckets[:, 0])
-        np.right_shift(keys, _HALF, out=buckets[:, 1])
-        buckets *= self._num_buckets
+        """Return the two buckets of each key, by its halves. Keys are digests: all of their bits are equally good."""
+        buckets = keys.view("<u4").reshape(-1, 2) * self._num_buckets
         buckets >>= _HALF
         return buckets.view(np.intp)
 
@@ -248,28 +260,31 @@ class SamplePointIndex:
         different, which = np.unique(keys, return_inverse=True)
         slots, is_kept = self._slots_for(different)
         slots, is_kept = slots[which], is_kept[which]
-        for part, of_part, to_name in self._by_kind(slots[is_kept], places[is_kept]):
-            _put_first(part, of_part, to_name)
+        for fours, to_name in self._by_four(slots[is_kept], places[is_kept]):
+            _put_first(self._fours, fours, to_name)
 
     def _remove(self, keys: Keys, places: _Rows, *, only_unconfirmed: bool = False) -> None:
         """Take a place away from each key; a point without places is gone."""
         different, which = np.unique(keys, return_inverse=True)
         slots, found = self._look_up(different)
         slots, places = slots[which][found[which]], places[found[which]]
-        for part, of_part, to_take in self._by_kind(slots, places):
-            _take_away(part, of_part, to_take, only_unconfirmed=only_unconfirmed)
-        self._keys.reshape(-1)[slots[~self._places[slots].any(axis=1)]] = _EMPTY
+        for fours, to_take in self._by_four(slots, places):
+            _take_away(self._fours, fours, to_take, only_unconfirmed=only_unconfirmed)
+        pools, stores = self._fours.take(2 * slots), self._fours.take(2 * slots + 1)
+        self._keys.reshape(-1)[slots[pools | stores == 0]] = _EMPTY
 
-    def _by_kind(self, slots: _Ints, places: _Rows) -> Iterator[tuple[_Rows, _Ints, _Rows]]:
-        """Yield the columns of a kind, with slots and places of that kind; a slot comes once at a time."""
-        are_stores = self._table.are_hosts(places & _ID)
-        for part, are_of_kind in ((self._pools, ~are_stores), (self._stores, are_stores)):
-            left = np.flatnonzero(are_of_kind)
-            while len(left):
-                _, firsts = np.unique(slots[left], return_index=True)
-                firsts.sort()
-                yield part, slots[left[firsts]], places[left[firsts]]
-                left = np.delete(left, firsts)
+    def _by_four(self, slots: _Ints, places: _Rows) -> Iterator[tuple[_Ints, _Rows]]:
+        """Yield the four of each place (the pools or the stores of its slot) and the place; a four once at a time."""
+        fours = 2 * slots + self._table.are_hosts(places & _ID)
+        while len(fours):
+            cells, order = fours % _NUM_TURNS, np.arange(len(fours), dtype=np.int32)
+            self._turns[cells[::-1]] = order[::-1]  # the first place of each four is written last
+            is_first = self._turns.take(cells) == order
+            if is_first.all():
+                yield fours, places
+                return
+            yield fours[is_first], places[is_first]
+            fours, places = fours[~is_first], places[~is_first]
 
     def _slots_for(self, keys: Keys, *, in_order: bool = False) -> tuple[_Ints, npt.NDArray[np.bool_]]:
         """Return slots for different keys, used now, and whether each key has its slot.
@@ -281,9 +296,9 @@ class SamplePointIndex:
         while not found.all():
             new = np.flatnonzero(~found)
             buckets = self._buckets(keys[new])
-            is_empty = self._keys[buckets] == _EMPTY  # [num_new, 2, 8]
-            num_used = _WAYS - is_empty.sum(axis=2, keepdims=True)
-            scores = np.where(is_empty, num_used, self._stamps[buckets].astype(np.int64) + _WAYS)
+            is_empty = self._keys.take(buckets, 0) == _EMPTY  # [num_new, 2, 8]
+            num_used = _WAYS - _num_true(is_empty)
+            scores = np.where(is_empty, num_used[:, :, None], self._stamps.take(buckets, 0))
             best = scores.reshape(len(new), 2 * _WAYS).argmin(axis=1)
             chosen = buckets[np.arange(len(new)), best // _WAYS] * _WAYS + best % _WAYS
             taken, winners = np.unique(chosen, return_index=True)  # two keys may want one slot
@@ -306,26 +321,31 @@ class SamplePointIndex:
         return newest - np.arange(count, dtype=np.uint32) if in_order else np.full(count, newest)
 
 
-def _put_first(part: _Rows, slots: _Ints, places: _Rows) -> None:
-    """Put a place first in the row of each slot, all different; `part` has the four columns of a kind."""
-    rows = part[slots]  # [num_slots, 4]
+def _num_true(are_true: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+    """Return how many of the last axis are true, which has 8 entries; some 20 times as fast as sum()."""
+    return (are_true.view(np.uint64)[..., 0] * _EACH_BYTE) >> np.uint64(56)
+
+
+def _put_first(all_fours: Keys, fours: _Ints, places: _Rows) -> None:
+    """Put a place first in each of these fours, all different."""
+    rows = all_fours.take(fours).view(np.uint16).reshape(-1, _NUM_PLACES)
     equal = (rows & _ID) == (places & _ID)[:, None]
     is_there = equal.any(axis=1)
     at = np.where(is_there, equal.argmax(axis=1), _NUM_PLACES - 1)
     was = rows[np.arange(len(rows)), at]
-    moved = rows[:, [0, 0, 1, 2]]
+    moved = rows.take([0, 0, 1, 2], 1)
     moved[:, 0] = np.where(is_there & (places > _ID), was, places)  # what block events have told stays told
-    part[slots] = np.where(at[:, None] >= _COLUMNS, moved, rows)
+    all_fours[fours] = np.where(at[:, None] >= _COLUMNS, moved, rows).view(np.uint64)[:, 0]
 
 
-def _take_away(part: _Rows, slots: _Ints, places: _Rows, *, only_unconfirmed: bool) -> None:
-    """Take a place out of the row of each slot, all different."""
-    rows = part[slots]
+def _take_away(all_fours: Keys, fours: _Ints, places: _Rows, *, only_unconfirmed: bool) -> None:
+    """Take a place out of each of these fours, all different."""
+    rows = all_fours.take(fours).view(np.uint16).reshape(-1, _NUM_PLACES)
     equal = rows == (places | _UNCONFIRMED)[:, None] if only_unconfirmed else (rows & _ID) == places[:, None]
     at = np.where(equal.any(axis=1), equal.argmax(axis=1), _NUM_PLACES)
-    shifted = rows[:, [1, 2, 3, 3]]
+    shifted = rows.take([1, 2, 3, 3], 1)
     shifted[:, 3] = 0
-    part[slots] = np.where(at[:, None] <= _COLUMNS, shifted, rows)
+    all_fours[fours] = np.where(at[:, None] <= _COLUMNS, shifted, rows).view(np.uint64)[:, 0]
 
 
 def num_sample_points(num_blocks: int) -> int:
@@ -339,11 +359,14 @@ def next_sample_point(position: int) -> int:
     return (2 * end if end < _SPACING else end + _SPACING) - 1
 
 
+@lru_cache(maxsize=1024)
 def sample_positions(num_points: int) -> _Ints:
-    """Return the positions of a chain's first sample points, from 0."""
+    """Return the positions of a chain's first sample points, from 0; an array that others read too."""
     ends = np.arange(-3, num_points - 3) * _SPACING
     ends[:5] = (1, 2, 4, 8, 16)[:num_points]
-    return ends - 1
+    ends -= 1
+    ends.setflags(write=False)
+    return ends
 
 
 def _taught(first: int, end: int) -> tuple[_Ints, int]:
@@ -360,8 +383,7 @@ def _taught(first: int, end: int) -> tuple[_Ints, int]:
 def _keys_at(block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> Keys:
     """Return the leading 8 bytes of the keys of some blocks of a chain."""
     if isinstance(block_hashes, BlockHashes):
-        words = np.frombuffer(block_hashes.packed, "<u8")[:: NUM_HASH_BYTES // 8]
-        hashes = words[positions]
+        hashes = np.frombuffer(block_hashes.packed, "<u8").take(positions * (NUM_HASH_BYTES // 8))
     else:
         hashes = np.frombuffer(b"".join([block_hashes[position][:8] for position in positions.tolist()]), "<u8")
     keys = hashes ^ np.uint64(int.from_bytes(space[:8], "little"))

@@ -6,11 +6,11 @@ candidates whatever their score. `Router` compares the candidates with all that 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -21,29 +21,28 @@ from control_plane.routing.comparison import MAX_COMPARED
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
     EXPECTED_ANSWER_TOKENS,
-    SHARE_OF_OTHERS,
     CostModel,
     HandOver,
+    PrefillEstimate,
     RoutingRequest,
 )
 from control_plane.routing.groups import TIE, Group
+from control_plane.routing.pair_columns import PairColumns
 from control_plane.routing.prefix_index import PrefixMatch
 from control_plane.routing.session_affinity import SessionRoute
 from control_plane.routing.worker_table import (
     ANSWER_RATE,
+    ANSWERS,
     BEAT,
     BLOCK,
+    DELAY,
+    HELD,
     LARGEST,
-    LIVE,
-    MAX_RUNNING,
-    MY_ANSWERS,
     MY_PROMPTS,
-    MY_TOKENS,
+    MY_QUEUE,
     POOL,
-    RATE,
     REPORTED,
     ROOM,
-    RUNNING,
     WAITS,
     Bools,
     Floats,
@@ -75,16 +74,20 @@ class Query:
     homes: set[str] = field(default_factory=set)
     """Workers that this request goes to at any gateway, unless others are much sooner: nobody has its beginning."""
     _matches: dict[bytes, PrefixMatch] = field(default_factory=dict)
+    _keys: list[int | None] = field(default_factory=list)
 
-    @cached_property
+    @property
     def key(self) -> int | None:
-        return rendezvous.key_of(self.request)
+        if not self._keys:
+            self._keys.append(rendezvous.key_of(self.request))
+        return self._keys[0]
 
     def match(self, space: bytes) -> PrefixMatch:
         """Return where the prompt's blocks are, of an index space; found once per request."""
-        if space not in self._matches:
-            self._matches[space] = self.costs.match(self.request, space)
-        return self._matches[space]
+        found = self._matches.get(space)
+        if found is None:
+            found = self._matches[space] = self.costs.match(self.request, space)
+        return found
 
 
 class Shortlist:
@@ -106,41 +109,47 @@ class Shortlist:
         rates = self._rates(table)
         queued = self._num_queued(table, rates)
         score = (queued + query.request.num_prompt_tokens) / rates
-        home = self._home(table, query, query.last.prefill, rates, queued, score)
+        home = self._home(table, query, query.last.prefill, queued, score, rates)
         return self._candidates(table, score, query, home, among)
 
     def decodes(
         self,
         table: WorkerTable,
         query: Query,
-        hand_over_ms: float | None,
+        prefill: PrefillEstimate | None,
         hand_over: HandOver,
         among: Collection[str] | None = None,
     ) -> list[Worker]:
         """Return the decode workers that may have prompt and answer soonest, of those whose pools could hold them.
 
-        `hand_over_ms`: of the best prefill worker; None: decode computes the prompt.
+        `prefill`: the best prefill worker's estimate, if the prompt may be handed over.
         """
         if query.numerics_class not in ("", table.key.numerics_class):
             return []
         request, columns = query.request, table.columns
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        held = np.maximum(columns[MY_TOKENS], columns[REPORTED])
-        score = held + num_tokens
-        score /= np.maximum(1.0, columns[POOL])
+        score = columns[HELD] + num_tokens
+        score /= table.pool_weights.of_rows
         score *= min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (table.step_ms or ASSUMED_STEP_MS)
-        local_ms = self._local_ms(table, request) if hand_over_ms is None or hand_over != "always" else None
-        if local_ms is not None:
-            score += local_ms if hand_over_ms is None else np.minimum(local_ms, hand_over_ms)
-        are_late = columns[ROOM] - columns[MY_TOKENS] < request.num_prompt_tokens
-        are_late |= np.maximum(columns[LIVE], columns[MY_ANSWERS]) >= columns[MAX_RUNNING]
+        is_short = len(table) <= MAX_COMPARED  # all are compared: nobody reads what the prompt takes
+        hand_over_ms = None if is_short or prefill is None else self._hand_over_ms(table, request, prefill)
+        if hand_over_ms is not None and hand_over == "always":
+            score += hand_over_ms
+        elif hand_over_ms is not None:
+            local_ms = self._local_ms(table, request)
+            score += np.minimum(local_ms, hand_over_ms)
+        elif not is_short:
+            score += self._local_ms(table, request)
+        are_late = columns[ROOM] < request.num_prompt_tokens
         if 0 < np.count_nonzero(are_late) < len(table):
             score[are_late] += _LAST
-        if columns[LARGEST].min() < num_tokens:
+        if table.least_largest < num_tokens:
             score[columns[LARGEST] < num_tokens] = np.inf
-        if local_ms is not None and hand_over_ms is not None and local_ms[score.argmin()] >= hand_over_ms:
-            score -= hand_over_ms  # the same for all that are about as good: the rest is compared
-        home = self._home(table, query, query.last.decode, np.maximum(1.0, columns[POOL]), held, score)
+        if prefill is not None and hand_over_ms is not None:
+            best = score.argmin()
+            if hand_over == "always" or local_ms[best] >= hand_over_ms[best]:
+                score -= prefill.total_ms  # the same for all that are about as good: the rest is compared
+        home = self._home(table, query, query.last.decode, columns[HELD], score)
         found = self._candidates(table, score, query, home, among)
         return self._with_an_idle_one(table, score, found) if among is None else found
 
@@ -164,26 +173,30 @@ class Shortlist:
 
     def _rates(self, table: WorkerTable) -> Floats:
         """Return the prompt tokens per second of each worker; the mean of its peers before its first prompt."""
-        rates: Floats = table.columns[RATE]
-        if np.count_nonzero(rates) == len(table):
-            return rates
-        return np.where(rates > 0, rates, self._costs.typical_rate(table.key.model_id, table.key.role))
+        return table.rates(lambda: self._costs.typical_rate(table.key.model_id, table.key.role))
 
     def _num_queued(self, table: WorkerTable, rates: Floats) -> Floats:
         """Return `CostModel.num_queued` of each prefill worker."""
-        since = np.maximum(0.0, self._clock() - table.columns[BEAT])
+        since = self._clock() - table.columns[BEAT]
         since *= rates
         queued: Floats = np.maximum(table.columns[MY_PROMPTS], table.columns[REPORTED] - since)
         return queued
 
     def _local_ms(self, table: WorkerTable, request: RoutingRequest) -> Floats:
         """Return `CostModel.local_ms` of each worker, were nothing cached."""
-        local_ms: Floats = np.maximum(table.columns[RUNNING], table.columns[MY_ANSWERS])
-        local_ms *= 1000.0 * SHARE_OF_OTHERS * request.num_prompt_tokens
-        local_ms += 1000.0 * request.num_prompt_tokens
-        local_ms += 1000.0 * table.columns[MY_PROMPTS]
+        local_ms = table.columns[DELAY] * request.num_prompt_tokens
+        local_ms += table.columns[MY_QUEUE]
         local_ms /= self._rates(table)
         return local_ms
+
+    def _hand_over_ms(self, table: WorkerTable, request: RoutingRequest, prefill: PrefillEstimate) -> Floats:
+        """Return when each worker would have the cache from a prefill worker, were nothing cached there."""
+        if table.pairs is None:
+            table.pairs = PairColumns(table.hosts.ids, self._costs.hand_overs, self._clock)
+        shown, figures = self._costs.shown(prefill, request.num_prompt_tokens), table.workers[0].figures
+        of_hosts = table.pairs.ms(shown, prefill.worker.figures.host_id, figures.bytes_per_token)
+        of_hosts += prefill.total_ms
+        return of_hosts.take(table.host_numbers)
 
     def _free_speed(self, table: WorkerTable, out: Collection[str]) -> float:
         """Return prompt tokens per second; a queue of a second halves them."""
@@ -200,14 +213,23 @@ class Shortlist:
             if not rates.all():
                 typical = self._costs.typical_answer_rate(table.key.model_id, table.key.role)
                 rates = np.where(rates > 0, rates, typical)
-            total += float(np.sum(rates / (1 + np.maximum(table.columns[MY_ANSWERS], table.columns[LIVE]))))
+            total += float(np.sum(rates / (1 + table.columns[ANSWERS])))
         return total / group.num_decodes
 
     # --------------------------------------------------------------------------------------------------- choosing
 
-    def _home(self, table: WorkerTable, query: Query, last: str, weights: Floats, loads: Floats, score: Floats) -> str:
+    def _home(
+        self,
+        table: WorkerTable,
+        query: Query,
+        last: str,
+        loads: Floats,
+        score: Floats,
+        rates: Floats | None = None,
+    ) -> str:
         """Return the worker that the request had better go to: its session's last one, or that of its key; or "".
 
+        `rates`: keys are spread by these; None: by the workers' pools.
         Where workers of the table have half of the prompt or more, they win over the key's worker; with less (the
         beginning that all prompts have) the costs decide. Takes workers to avoid out of the scores: inf.
         """
@@ -220,6 +242,7 @@ class Shortlist:
         may_take = score < _LAST / 2
         if self._health.out:
             may_take[table.rows(self._health.out)] = False
+        weights = table.pool_weights if rates is None else table.weights(rates)
         row = rendezvous.home(table, query.key, weights, loads, may_take)
         if row is None:
             return ""
@@ -237,8 +260,8 @@ class Shortlist:
         match = query.match(table.key.index_space)
         wanted = [home, *_deepest(match.pools, table.row_of)]
         for host in _deepest(match.hosts, table.on_host):
-            wanted.append(min(table.on_host[host], key=lambda each: score[table.row_of[each]]))
-        rows = dict.fromkeys(row for row in table.rows(wanted) if score[row] < np.inf)
+            wanted.append(min(table.on_host[host], key=lambda each: score.item(table.row_of[each])))
+        rows = dict.fromkeys([row for row in table.rows(wanted) if score.item(row) < math.inf])
         for number in _ROUNDS:
             picked = self._pick(score, number)
             able = self._able(table, {**rows, **dict.fromkeys(picked)}, among)
@@ -250,29 +273,33 @@ class Shortlist:
     def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
         """Add a worker at which a request need not wait, if there is one, and none was found."""
         waits = table.columns[WAITS]
-        if any(not waits[table.row_of[worker.incarnation]] for worker in found):
-            return found
+        for worker in found:
+            if not waits.item(table.row_of[worker.incarnation]):
+                return found
         idle = np.where(waits > 0, np.inf, score)
         return found + self._able(table, self._pick(idle, 1), None)
 
     def _pick(self, score: Floats, number: int) -> list[int]:
         """Return rows of the least scores: at random if more than `number` are about as good as the best."""
-        least = float(score.min())
-        if least == np.inf:
+        least = score.item(score.argmin())
+        if least == math.inf:
             return []
         ties = (score <= TIE * least).nonzero()[0]
-        if len(ties) > number:
-            first, stride = int(self._rng.random() * len(ties)), len(ties) // number  # each is as likely as others
-            return ties.take(range(first, first + number * stride, stride), mode="wrap").tolist()  # type: ignore[no-any-return]
+        if (num_ties := len(ties)) > number:
+            first, stride = int(self._rng.random() * num_ties), num_ties // number  # each is as likely as others
+            return [ties.item((first + each * stride) % num_ties) for each in range(number)]
         if len(score) <= number:
             return (score < np.inf).nonzero()[0].tolist()
+        if number <= NUM_CANDIDATES:
+            return _least(score, number)
         return [row for row in np.argpartition(score, number)[:number].tolist() if score[row] < np.inf]
 
     def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
         """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
         workers = [table.workers[row] for row in rows]
         if table.key.role == pb.WORKER_ROLE_PREFILL:
-            workers = [worker for worker in workers if self._registry.has_kv_service(worker.figures.kv_address)]
+            has_kv_service = self._registry.has_kv_service
+            workers = [worker for worker in workers if has_kv_service(worker.figures.kv_address)]
         return self._health.well(workers) if among is None else workers
 
 
@@ -299,6 +326,21 @@ def could_hold_choices(tables: Iterable[WorkerTable], request: RoutingRequest) -
     return most >= request.num_choices
 
 
+def _least(score: Floats, number: int) -> list[int]:
+    """Return the rows of a few least scores, in order; a third of what argpartition takes for 500 rows."""
+    found: list[tuple[int, float]] = []
+    for _ in range(number):
+        row = int(score.argmin())
+        value = score.item(row)
+        if value == math.inf:
+            break
+        found.append((row, value))
+        score[row] = np.inf
+    for row, value in found:
+        score[row] = value
+    return [row for row, _ in found]
+
+
 def largest_pool(groups: Iterable[Group]) -> int:
     """Return the tokens of the largest pool of the groups' decode workers."""
     return int(max(table.columns[POOL].max() for group in groups for table in group.decodes))
@@ -307,7 +349,7 @@ def largest_pool(groups: Iterable[Group]) -> int:
 def _free_tokens(table: WorkerTable, request: RoutingRequest, out: Collection[str]) -> float:
     """Return the tokens of KV pools that no request has taken; 1 for a pool that is not reported yet."""
     pool = table.columns[POOL]
-    free = pool - np.maximum(table.columns[MY_TOKENS], table.columns[REPORTED])
+    free = pool - table.columns[HELD]
     free = np.where(pool > 0, np.maximum(0.0, free), 1.0)
     free *= could_hold(table, request.num_prompt_tokens + request.max_tokens)
     free[table.rows(out)] = 0.0
@@ -322,10 +364,16 @@ def _shares(values: Sequence[float]) -> list[float]:
 def _is_held(table: WorkerTable, query: Query) -> bool:
     """Return whether a worker of the table, or its host, has half of the prompt or more."""
     match, least = query.match(table.key.index_space), max(1, len(query.request.block_hashes) // 2)
-    pools = any(number >= least and place in table.row_of for place, number in match.pools.items())
-    return pools or any(number >= least and place in table.on_host for place, number in match.hosts.items())
+    for places, known in ((match.pools, table.row_of), (match.hosts, table.on_host)):
+        for place, number in places.items():
+            if number >= least and place in known:
+                return True
+    return False
 
 
 def _deepest(places: Mapping[str, int], known: Container[str]) -> list[str]:
     """Return the known places that have the most blocks."""
-    return [place for place in sorted(places, key=places.__getitem__, reverse=True) if place in known][:_NUM_HOLDERS]
+    here = [place for place in places if place in known]
+    if len(here) > 1:
+        here.sort(key=places.__getitem__, reverse=True)
+    return here[:_NUM_HOLDERS]

@@ -10,19 +10,24 @@ import math
 import numpy as np
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.routing.cost_model import CostModel, InFlight, RoutingRequest
+from control_plane.routing.cost_model import SHARE_OF_OTHERS, CostModel, InFlight, RoutingRequest
 from control_plane.routing.groups import Group, index_space
+from control_plane.routing.pair_columns import PairColumns
 from control_plane.routing.worker_table import (
     ANSWER_RATE,
-    MY_ANSWERS,
+    ANSWERS,
+    DELAY,
+    HELD,
     MY_PROMPTS,
-    MY_TOKENS,
+    MY_QUEUE,
     RATE,
+    ROOM,
     TableKey,
     WorkerTable,
 )
 from tandem.v1 import types_pb2 as pb
 
+_WITH_SENT = (MY_PROMPTS, MY_QUEUE, HELD, ANSWERS, DELAY, ROOM)
 _ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 
 
@@ -33,16 +38,27 @@ class WorkerColumns:
         self._in_flight, self._costs = in_flight, costs
         self._tables: dict[tuple[pb.WorkerRole.ValueType, str], dict[TableKey, WorkerTable]] = {}
         self._table_of: dict[str, WorkerTable] = {}
+        self._groups: dict[tuple[str, bytes], list[Group]] = {}
+        """By model and identity, as they were asked for; empty after a table has come or gone."""
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
         in_flight.listen(self._sent)
         costs.listen(self._measured)
+        costs.hand_overs.listen(self)
         costs.ask_means(self)
         for worker in registry.workers():
             self._changed(worker, True)
 
     def groups(self, request: RoutingRequest) -> list[Group]:
         """Return the groups that have decode workers for a request, in the order of their first ones."""
+        found = self._groups.get((request.model_id, request.identity))
+        if found is None:
+            found = self._found_groups(request)
+            if found:  # of names that nobody serves there may be any number
+                self._groups[request.model_id, request.identity] = found
+        return found
+
+    def _found_groups(self, request: RoutingRequest) -> list[Group]:
         groups: dict[tuple[bytes, str], Group] = {}
         for table in self._of(pb.WORKER_ROLE_DECODE, request):
             key = table.key.space, table.key.numerics_class
@@ -78,7 +94,10 @@ class WorkerColumns:
             decode_class = worker.figures.numerics_class if worker.role == pb.WORKER_ROLE_DECODE else ""
             key = TableKey(worker.role, model_id, worker.identity, worker.space, index_space(worker), decode_class)
             tables = self._tables.setdefault((worker.role, model_id), {})
-            table = self._table_of[worker.incarnation] = tables.setdefault(key, WorkerTable(key))
+            if (table := tables.get(key)) is None:
+                table = tables[key] = WorkerTable(key)
+                self._groups.clear()
+            self._table_of[worker.incarnation] = table
             table.put(worker, self._values(worker))
 
     def _remove(self, incarnation: str) -> None:
@@ -88,9 +107,26 @@ class WorkerColumns:
         table.remove(incarnation)
         if not len(table):
             of_model = (table.key.role, table.key.model_id)
+            self._groups.clear()
             del self._tables[of_model][table.key]
             if not self._tables[of_model]:
                 del self._tables[of_model]
+
+    def pair_changed(self, from_host: str, to_host: str) -> None:
+        for pairs in self._pairs():
+            pairs.pair_changed(from_host, to_host)
+
+    def arena_changed(self, host_id: str) -> None:
+        for pairs in self._pairs():
+            pairs.arena_changed(host_id)
+
+    def host_changed(self, host_id: str) -> None:
+        for pairs in self._pairs():
+            pairs.host_changed(host_id)
+
+    def _pairs(self) -> list[PairColumns]:
+        tables = [table for each in self._tables.values() for table in each.values()]
+        return [table.pairs for table in tables if table.pairs is not None]
 
     def _reported(self, worker: Worker) -> None:
         table = self._table_of.get(worker.incarnation)
@@ -100,35 +136,45 @@ class WorkerColumns:
     def _measured(self, incarnation: str) -> None:
         table = self._table_of.get(incarnation)
         if table is not None and table.key.role == pb.WORKER_ROLE_DECODE:  # prefill workers report theirs
-            table.columns[RATE, table.row_of[incarnation]] = self._costs.computed_rate(incarnation) or 0.0
+            row = table.row_of[incarnation]
+            table.set_rate(row, self._costs.computed_rate(table.workers[row]) or 0.0)
 
     def _sent(self, incarnation: str) -> None:
         table = self._table_of.get(incarnation)
         if table is not None:
-            row, columns, flight = table.row_of[incarnation], table.columns, self._in_flight
-            columns[MY_PROMPTS, row] = flight.prefill_tokens[incarnation]
-            columns[MY_TOKENS, row] = flight.decode_tokens[incarnation]
-            columns[MY_ANSWERS, row] = flight.answers[incarnation]
+            row, columns = table.row_of[incarnation], table.columns
+            for column, value in zip(_WITH_SENT, self._with_sent(table.workers[row]), strict=True):
+                columns[column][row] = value
 
     def _values(self, worker: Worker) -> tuple[float, ...]:
         """Return a row, in the order of the columns."""
-        figures, flight, incarnation = worker.figures, self._in_flight, worker.incarnation
+        figures = worker.figures
         is_whole = not figures.pool_tokens or figures.context_length <= figures.pool_tokens
         return (
             self._costs.measured_rate(worker) or 0.0,
             worker.last_heartbeat,
             figures.num_tokens_in_flight,
-            max(1, figures.num_running),
-            figures.num_running + figures.num_waiting,
-            figures.max_running or math.inf,
             figures.pool_tokens,
             max(1, figures.tokens_per_block),
-            figures.free_tokens + figures.num_tokens_in_flight,
             math.inf if is_whole else figures.pool_tokens + 1,  # the last token's KV is never needed
             figures.step_ms or 0.0,
             figures.num_waiting > 0 or not figures.has_free_blocks,
             figures.answer_rate or 0.0,
-            flight.prefill_tokens[incarnation],
-            flight.decode_tokens[incarnation],
-            flight.answers[incarnation],
+            *self._with_sent(worker),
+        )
+
+    def _with_sent(self, worker: Worker) -> tuple[float, ...]:
+        """Return the values in which counts what this gateway has sent, in the order of `_WITH_SENT`."""
+        figures, flight, incarnation = worker.figures, self._in_flight, worker.incarnation
+        num_tokens, num_answers = flight.decode_tokens.get(incarnation, 0), flight.answers.get(incarnation, 0)
+        num_live = max(num_answers, figures.num_running + figures.num_waiting)
+        is_full = figures.max_running is not None and num_live >= figures.max_running > 0
+        num_prompt_tokens = flight.prefill_tokens.get(incarnation, 0)
+        return (
+            num_prompt_tokens,
+            1000 * num_prompt_tokens,
+            max(num_tokens, figures.num_tokens_in_flight),
+            num_live,
+            1000 + 1000 * SHARE_OF_OTHERS * max(1, num_answers, figures.num_running),
+            -math.inf if is_full else figures.free_tokens + figures.num_tokens_in_flight - num_tokens,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control_plane.fleet.registry import Worker
+from control_plane.routing.pair_columns import PairColumns
 from tandem.v1 import types_pb2 as pb
 
 Floats = npt.NDArray[np.float64]
@@ -20,34 +21,39 @@ Bools = npt.NDArray[np.bool_]
     RATE,
     BEAT,
     REPORTED,
-    RUNNING,
-    LIVE,
-    MAX_RUNNING,
     POOL,
     BLOCK,
-    ROOM,
     LARGEST,
     STEP,
     WAITS,
     ANSWER_RATE,
     MY_PROMPTS,
-    MY_TOKENS,
-    MY_ANSWERS,
-) = range(16)
+    MY_QUEUE,
+    HELD,
+    ANSWERS,
+    DELAY,
+    ROOM,
+) = range(15)
 """Columns, in units and meaning:
 
     RATE, ANSWER_RATE        prompt tokens and sampled tokens per second; 0: not known
     BEAT                     when the last report came, monotonic seconds
     REPORTED                 tokens in flight, by that report
-    RUNNING, LIVE            requests that run, at least 1; that run or wait
-    MAX_RUNNING              most requests at once; inf: not known
     POOL, BLOCK              tokens of the KV pool, 0: not reported yet; and of one of its blocks
-    ROOM                     tokens of the pool that are free or in flight, by the report
     LARGEST                  tokens of the largest request, prompt and answer, that the pool could hold
     STEP                     mean milliseconds of a step; 0: not known
     WAITS                    1 if requests wait or no block is free
-    MY_PROMPTS, MY_TOKENS, MY_ANSWERS    what this gateway has sent: prompt tokens to compute, all tokens, answers
+
+What this gateway has sent counts in these. Each changes far less often than it is read:
+
+    MY_PROMPTS               prompt tokens to compute that this gateway has sent
+    MY_QUEUE                 milliseconds of these at one token a second
+    HELD                     tokens in flight: those reported, or those sent if they are more
+    ANSWERS                  requests that run or wait: those reported, or those sent if they are more
+    DELAY                    milliseconds that a prompt token between these answers costs at one token a second
+    ROOM                     tokens of the pool that are left for prompts; -inf: there are as many requests as may run
 """
+NUM_COLUMNS = ROOM + 1
 
 
 class TableKey(NamedTuple):
@@ -63,6 +69,22 @@ class TableKey(NamedTuple):
     """Of decode workers; "" for prefill workers, which compute for all classes of a space."""
 
 
+class Hosts:
+    """Some hosts; one object for all tables with the same ones."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.ids = ids
+        self.hashes = np.array([hash_of(host) for host in ids], np.uint64)
+
+
+class Weights(NamedTuple):
+    """How many keys the workers of a table shall get, in proportion."""
+
+    of_rows: Floats
+    of_hosts: Floats
+    total: float
+
+
 class WorkerTable:
     """The columns of some workers; a row each."""
 
@@ -73,18 +95,23 @@ class WorkerTable:
         """As of their last reports."""
         self.row_of: dict[str, int] = {}
         self.on_host: dict[str, dict[str, None]] = {}
-        self.columns: Floats = np.zeros((MY_ANSWERS + 1, 0))
-        """[columns, rows], a view of the rows in use."""
-        self.step_ms: float | None = None
-        """The mean of those that are known."""
-        self.hashes = np.zeros(0, np.uint64)
-        """Of the workers' ids; [rows]."""
+        self.columns: list[Floats] = []
+        """Of the rows in use; each [rows]."""
+        self.rows_on: list[list[int]] = []
+        """By the number of a host."""
         self.host_numbers = np.zeros(0, np.intp)
-        """Of the workers' hosts, places in `host_hashes`; [rows]."""
-        self.host_hashes = np.zeros(0, np.uint64)
-        """Of the hosts' ids; [hosts]."""
-        self._values = np.zeros((MY_ANSWERS + 1, 16))
+        """Of the workers' hosts, places in `hosts`; [rows]."""
+        self.hosts = _hosts_of(())
+        self.pairs: PairColumns | None = None
+        """Of decode workers: what hand-overs to their hosts take, in the hosts' order; None: nobody has asked."""
+        self._values = np.zeros((NUM_COLUMNS, 16))
         self._hosts: dict[str, str] = {}
+        self._pool_weights: Weights | None = None
+        self._least_largest: float | None = None
+        self._steps: tuple[float, int] | None = None
+        """The sum of the known means of steps, and their number."""
+        self._rates: tuple[float, Floats] | None = None
+        """What is typical, and RATE with that. All four: None after a change."""
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -103,8 +130,14 @@ class WorkerTable:
             self.on_host.setdefault(worker.info.host_id, {})[worker.incarnation] = None
             self._resized()
         self.workers[row] = worker
-        self.columns[:, row] = values
-        self._rows_changed()
+        was = self._values[:, row].tolist()
+        self._values[:, row] = values
+        if was[POOL] != values[POOL] or was[LARGEST] != values[LARGEST]:  # seldom: when a pool is reported first
+            self._pool_weights = self._least_largest = None
+        if was[STEP] != values[STEP]:
+            self._steps = None
+        if was[RATE] != values[RATE]:
+            self._rates = None
 
     def remove(self, incarnation: str) -> None:
         """Move the last row to that of a worker that is gone."""
@@ -120,24 +153,69 @@ class WorkerTable:
             self.row_of[self.incarnations[row]] = row
             self._values[:, row] = self._values[:, last]
         self._resized()
-        self._rows_changed()
 
     def _resized(self) -> None:
         """A worker has come or gone, which is seldom: hashes and numbers of hosts are made anew."""
-        self.columns = self._values[:, : len(self)]
-        number_of = {host: number for number, host in enumerate(self.on_host)}
-        self.hashes = np.array([hash_of(worker.worker_id) for worker in self.workers], np.uint64)
+        self.columns = [*self._values[:, : len(self)]]
+        self._pool_weights = self._least_largest = self._steps = None
+        self._rates = None
+        self.hosts = _hosts_of(tuple(sorted(self.on_host)))
+        number_of = {host: number for number, host in enumerate(self.hosts.ids)}
         self.host_numbers = np.array([number_of[self._hosts[each]] for each in self.incarnations], np.intp)
-        self.host_hashes = np.array([hash_of(host) for host in self.on_host], np.uint64)
+        self.rows_on = [self.rows(self.on_host[host]) for host in self.hosts.ids]
+        if self.pairs is not None and self.pairs.hosts != self.hosts.ids:
+            self.pairs = None
 
-    def _rows_changed(self) -> None:
-        steps = self.columns[STEP]
-        num_known = int(np.count_nonzero(steps))
-        self.step_ms = float(steps.sum()) / num_known if num_known else None
+    @property
+    def step_ms(self) -> float | None:
+        """The mean of the mean steps that are known."""
+        if self._steps is None:
+            steps = self.columns[STEP]
+            self._steps = float(steps.sum()), int(np.count_nonzero(steps))
+        total, num_known = self._steps
+        return total / num_known if num_known else None
+
+    @property
+    def pool_weights(self) -> Weights:
+        """By the tokens of the workers' pools, at least 1."""
+        if self._pool_weights is None:
+            self._pool_weights = self.weights(np.maximum(1.0, self.columns[POOL]))
+        return self._pool_weights
+
+    @property
+    def least_largest(self) -> float:
+        """The tokens of a request that every pool could hold."""
+        if self._least_largest is None:
+            self._least_largest = float(self.columns[LARGEST].min())
+        return self._least_largest
+
+    def weights(self, of_rows: Floats) -> Weights:
+        """Return these weights of the workers, and their sums."""
+        of_hosts = np.asarray(np.bincount(self.host_numbers, of_rows, len(self.hosts.ids)), np.float64)
+        return Weights(of_rows, of_hosts, float(np.add.reduce(of_rows)))
+
+    def rates(self, typical: Callable[[], float]) -> Floats:
+        """Return RATE, with what is typical where it is not known yet."""
+        rates = self.columns[RATE]
+        if np.count_nonzero(rates) == len(rates):
+            return rates
+        rate = typical()
+        if self._rates is None or self._rates[0] != rate:
+            self._rates = rate, np.where(rates > 0, rates, rate)
+        return self._rates[1]
+
+    def set_rate(self, row: int, rate: float) -> None:
+        self.columns[RATE][row] = rate
+        self._rates = None
 
     def rows(self, incarnations: Collection[str]) -> list[int]:
         """Return the rows of those workers that are in this table."""
         return [row for each in incarnations if (row := self.row_of.get(each)) is not None]
+
+
+@lru_cache(maxsize=128)
+def _hosts_of(ids: tuple[str, ...]) -> Hosts:
+    return Hosts(ids)
 
 
 @lru_cache(maxsize=1 << 15)

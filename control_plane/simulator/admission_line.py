@@ -114,7 +114,7 @@ class AdmissionLine:
         if not self._policy.decodes(number):
             return
         room = self._room(self._policy.model_of(number))
-        room.stepped(str(number), *self._policy.work(number))
+        room.stepped(str(number), *self._policy.work(number), now)
         waiter = room.first()
         if waiter is None:
             return
@@ -182,6 +182,7 @@ class AdmissionLine:
 
     def _refuse(self, request: TraceRequest, waiter: Waiter, reason: Reason, now: float) -> None:
         room = self._room(request.model)
+        room.refused(waiter, now)
         self.shadows[request.number] = self._hindsights[request.model].refused(waiter, room, now)
         self._hall.refuse(request, reason, now)
 

@@ -312,11 +312,19 @@ class TextService:
         return TextStream(tokens, prompt, entry)
 
     async def _submit(self, request: TokenRequest, entry: LedgerEntry) -> TokenStream:
-        """Submit an admitted request, and wait until its ledger row is written."""
+        """Submit an admitted request while its ledger row is written, and wait for both.
+
+        A row that cannot be written ends the submission at once. While the rows before it could not be, the request is
+        not submitted before its row is written.
+        """
         tokens = None
         try:
-            tokens = await self._dispatcher.submit(request)
+            await entry.expected()
+            with anyio.CancelScope() as scope:
+                entry.when_refused(scope.cancel)
+                tokens = await self._dispatcher.submit(request)
             await entry.opened()
+            assert tokens is not None, "only a row that cannot be written ends the submission"
         except BaseException as error:
             if tokens is not None:
                 with anyio.CancelScope(shield=True):

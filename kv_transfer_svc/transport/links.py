@@ -27,7 +27,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.certificates.names import Identity, Role
 from tandem_runtime.errors import KvCorrupt, TandemError, Unsupported
-from tandem_runtime.kv.client import LEASE_SECONDS, KvClient
+from tandem_runtime.kv.client import LEASE_SECONDS, KvClient, expected_service
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 
@@ -114,7 +114,7 @@ class Links:
         release 0.2, any KV service.
         """
         key = address, id
-        expect = self._member.expected_or_role("kv", id, address) if self._member is not None else "kv"
+        expect = expected_service(self._member, id, address)
         if key not in self._links:
             client = KvClient(
                 address,

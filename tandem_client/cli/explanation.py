@@ -155,16 +155,16 @@ def _admission(admission: Mapping[str, Any]) -> Text:
             f"its account's counter for the model was at {milliseconds(admission['used_ms'])}",
             "dim",
         ),
-        (_grant(admission.get("grant")), "dim"),
+        (_grant("decode", admission.get("grant")) + _grant("prefill", admission.get("prefill_grant")), "dim"),
     )
 
 
-def _grant(grant: Mapping[str, Any] | None) -> str:
-    """Return what the decode worker had granted; nothing if the gateway estimated its room."""
+def _grant(role: str, grant: Mapping[str, Any] | None) -> str:
+    """Return what the worker of a role had granted; nothing if the gateway estimated its room."""
     if grant is None:
         return ""
     num_requests, num_tokens = grant["num_requests"], grant["num_tokens"]
-    return f"\ngrant {grant['number']:,} left {num_requests:,} requests and {num_tokens:,} tokens there"
+    return f"\ngrant {grant['number']:,} left {num_requests:,} requests and {num_tokens:,} tokens at {role}"
 
 
 def _route(route: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -172,6 +172,7 @@ def _route(route: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield Text.assemble(("Why it went there", "bold"), f"\n{where}\n", (route["reason"], "dim"))
     if route["candidates"]:
         yield _candidates(route["candidates"], route["runner_up"])
+        yield from _expected_hand_over(route["candidates"])
     if len(route["attempts"]) > 1:
         for each in route["attempts"]:
             pair = " → ".join(name for name in (each["prefill"], each["decode"]) if name)
@@ -194,6 +195,18 @@ def _candidates(candidates: Sequence[Mapping[str, Any]], runner_up: Mapping[str,
         figures = [f"{each[key]:,.1f}" for key in ("predicted_ms", "queue_ms", "load_ms", "compute_ms")]
         table.add_row(name, mark, *figures, f"{cached:,}", f"{each['load']:.0%}")
     return table
+
+
+def _expected_hand_over(candidates: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield what the router expected of the hand-over: from the chosen prefill worker, or from the soonest one."""
+    prefills = [each for each in candidates if each["role"] == "prefill"]
+    for each in sorted(prefills, key=lambda each: (not each["is_chosen"], each["predicted_ms"]))[:1]:
+        if (found := each.get("hand_over")) is not None:  # a gateway of the release before sends none
+            hosts = f"hand-over from {found['from_host']} to {found['to_host']}"
+            size, rate = (found[name] / (1 << 20) for name in ("num_bytes", "bytes_per_second"))
+            fixed, rest = milliseconds(found["fixed_ms"]), milliseconds(found["transfer_ms"])
+            wait = f" + {milliseconds(found['wait_ms'])} for room in the arena" if found["wait_ms"] else ""
+            yield Text(f"{hosts}: {size:,.1f} MiB at {rate:,.1f} MiB/s; {fixed} + {rest} for the rest{wait}", "dim")
 
 
 def _moves(moves: Sequence[Mapping[str, Any]]) -> Table:

@@ -48,6 +48,7 @@ class EncoderCore:
         self._max_tokens = max_tokens
         self._clock = clock
         self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._num_tokens_received = 0
 
     def begin_turn(self) -> None:
         """Do nothing: commands take no time that a step would lack."""
@@ -95,9 +96,11 @@ class EncoderCore:
 
     def stats(self) -> EncoderStats:
         queue = self.queue
-        return EncoderStats(queue.num_running, queue.num_waiting, queue.num_tokens, dict(self._counters))
+        amounts = queue.num_running, queue.num_waiting, queue.num_tokens
+        return EncoderStats(*amounts, dict(self._counters), self._num_tokens_received)
 
     def _add(self, command: EncodeTexts) -> list[Event]:
+        self._num_tokens_received += command.num_tokens
         if self.queue.is_full:
             return self._refuse(
                 command.key,

@@ -5,7 +5,8 @@ They travel as those of `tandem_engine.messages` do; LoadProgress, Ping, Pong, S
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -22,6 +23,18 @@ class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """uint32, little-endian; the model's special tokens included."""
     num_first_tokens: int = 0
     """Of a pair: tokens of the first text and its special tokens; 0: one text."""
+
+
+class HasTokens(Protocol):
+    """A text in one of the messages that an encode call passes through."""
+
+    @property
+    def token_ids(self) -> bytes: ...
+
+
+def num_tokens_in(inputs: Iterable[HasTokens]) -> int:
+    """Return the tokens of a call's texts, as front and engine count them: their sums are compared."""
+    return sum(len(each.token_ids) for each in inputs) // 4
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +66,10 @@ class EncodeTexts(Message, frozen=True):
     """Of embeddings; "": the model's."""
     fairness_key: str = ""
     """Calls of different keys take turns."""
+
+    @property
+    def num_tokens(self) -> int:
+        return num_tokens_in(self.inputs)
 
 
 class CancelTexts(Message, frozen=True):
@@ -99,6 +116,8 @@ class EncoderStats(Message, frozen=True):
     """Tokens of all inputs that are not encoded yet."""
     counters: dict[str, float]
     """Totals since start."""
+    num_tokens_received: int
+    """Tokens of all EncodeTexts so far, refused ones too: of those after them, the stats tell nothing."""
 
 
 EncoderCommand = EncodeTexts | CancelTexts

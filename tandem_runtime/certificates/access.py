@@ -7,7 +7,7 @@ which TLS has verified; `caller` gives them to handlers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,16 @@ log = get_logger(__name__)
 
 _MAX_LOGGED = 1024
 
-Claim = Callable[[Any], str]
-"""Returns the worker id that a request claims for its sender."""
+Claim = Callable[[Any], "str | None"]
+"""Returns the worker id that a request claims for its sender; None: it claims none."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Who may call a method. `claims_id` and `claims_role`: what a request says of its sender must be true."""
+    """Who may call a method. `claims_id` and `claims_role`: what a request says of its sender must be true.
+
+    Of a stream, each request is checked as the handler reads it.
+    """
 
     roles: frozenset[Role]
     claims_id: Claim | None = None
@@ -52,6 +55,7 @@ RULES: dict[str, Rule] = {
         _REPORTERS, lambda request: str(request.info.worker_id), lambda request: int(request.info.role)
     ),
     "/tandem.v1.ControlPlaneService/Heartbeat": Rule(_REPORTERS, lambda request: str(request.worker_id)),
+    "/tandem.v1.ControlPlaneService/Heartbeats": Rule(_REPORTERS, lambda request: str(request.worker_id)),
     "/tandem.v1.ControlPlaneService/Deregister": Rule(_REPORTERS, lambda request: str(request.worker_id)),
     "/tandem.v1.ControlPlaneService/ListWorkers": _OPERATORS,
     # A worker serves gateways. Attach carries prompts and answers: no worker may read another's.
@@ -61,6 +65,7 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.WorkerService/Tables": _only("gateway"),
     "/tandem.v1.WorkerService/Drain": _only("gateway"),
     "/tandem.v1.EncodeService/Encode": _only("gateway"),
+    "/tandem.v1.EncodeService/Grants": _only("gateway"),
     "/tandem.v1.EncodeService/GetAsset": _only("gateway"),
     "/tandem.v1.EncodeService/Stats": _OPERATORS,
     "/tandem.v1.EncodeService/Drain": _only("gateway"),
@@ -69,7 +74,7 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.KvTransferService/Seal": _only("prefill", "encode"),
     "/tandem.v1.KvTransferService/SealStream": _only("prefill", "encode"),
     "/tandem.v1.KvTransferService/Watch": _only("decode", "kv"),
-    "/tandem.v1.KvTransferService/Acknowledge": _only("decode"),
+    "/tandem.v1.KvTransferService/Acknowledge": _only("decode", "kv"),
     "/tandem.v1.KvTransferService/Renew": _only("prefill", "decode", "encode", "kv"),
     "/tandem.v1.KvTransferService/Release": _only("prefill", "decode", "encode", "kv", "gateway"),
     "/tandem.v1.KvTransferService/Abort": _only("prefill", "decode", "encode", "kv", "gateway"),
@@ -79,7 +84,10 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.KvTransferService/Load": _only("prefill", "decode"),
     "/tandem.v1.KvTransferService/Unload": _only("prefill", "decode"),
     "/tandem.v1.KvTransferService/BlockEvents": _only("gateway"),
-    "/tandem.v1.KvTransferService/ReportPool": _only("prefill", "decode"),
+    "/tandem.v1.KvTransferService/ReportPool": Rule(
+        frozenset(("prefill", "decode")),
+        lambda request: str(request.heartbeat.worker_id) if request.HasField("heartbeat") else None,
+    ),
     "/tandem.v1.KvTransferService/ReadBlocks": _only("kv"),
     "/tandem.v1.KvTransferService/OpenLink": _only("kv"),
     "/tandem.v1.KvTransferService/Probe": _only("kv"),
@@ -123,14 +131,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return handler and self._checked(handler, handler_call_details.method)
 
     def _checked(self, handler: Any, method: str) -> Any:
-        """Return a handler that checks and then returns what the handler returns: no layer around each message."""
+        """Return a handler that checks and then returns what the handler returns: no layer around each answer."""
         kind = _KINDS[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
         is_stream = handler.request_streaming
+        has_claims = is_stream and method in RULES and RULES[method].claims_id is not None
 
         def answer(request: Any, context: Any) -> Any:
             self._admit(method, None if is_stream else request, context)
-            return inner(request, context)
+            return inner(_of_sender(method, request) if has_claims else request, context)
 
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(answer, handler.request_deserializer, handler.response_serializer)
@@ -187,7 +196,8 @@ def check_plaintext(method: str, request: Any = None) -> None:
     rule = RULES.get(method)
     if rule is None or not rule.roles or rule is _OPERATORS:
         raise PermissionDenied(f"{method} may not be called in plain text; call it with a certificate")
-    if request is not None and rule.claims_id is not None and is_id(claimed := rule.claims_id(request)):
+    claimed = rule.claims_id(request) if request is not None and rule.claims_id is not None else None
+    if claimed is not None and is_id(claimed):
         raise PermissionDenied(
             f"worker id {claimed} is that of a certificate, and the call came in plain text; call over TLS, or give "
             "the process another --worker-id",
@@ -200,8 +210,19 @@ def is_in_plaintext() -> bool:
     return _in_plaintext.get()
 
 
+async def _of_sender(method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Yield the requests of a stream; raise PermissionDenied for one that claims to be another's."""
+    async for request in requests:
+        if is_in_plaintext():
+            check_plaintext(method, request)
+        else:
+            _check_claims(method, RULES[method], caller().identity, request)
+        yield request
+
+
 def _check_claims(method: str, rule: Rule, identity: Identity, request: Any) -> None:
-    if rule.claims_id is not None and (claimed := rule.claims_id(request)) != identity.id:
+    claimed = rule.claims_id(request) if rule.claims_id is not None else None
+    if claimed is not None and claimed != identity.id:
         raise PermissionDenied(
             f"{method} is for worker {claimed[:64]!r}; the caller is {identity}, and may name itself only",
             field="worker_id",

@@ -56,6 +56,10 @@ class Refused(Unauthenticated):
     """A gateway of the fleet gives this process no certificate any more: it is revoked, or away for too long."""
 
 
+class _WrongServer(Unauthenticated):
+    """What answers at an address is no gateway of the fleet. Another of the addresses may lead to one."""
+
+
 async def join(token: JoinToken, role: Role, *, host: str = "", seconds: float = 60.0) -> Enrolled:
     """Join the fleet of a token as `role`, and try for `seconds` while no gateway answers.
 
@@ -127,11 +131,17 @@ async def _from_any(
     """Try each address in turn, and again with growing pauses, until one answers or `seconds` have passed."""
     deadline, pause, problems = clock() + seconds, _FIRST_PAUSE_SECONDS, dict.fromkeys(addresses, "")
     while True:
+        wrong: set[str] = set()
         for address in random.sample(list(addresses), len(addresses)):
             try:
                 enrolled: Enrolled = await attempt(address)
             except (Unavailable, DeadlineExceeded, Overloaded) as error:
                 problems[address] = error.message
+            except _WrongServer as error:
+                problems[address] = error.message
+                wrong.add(address)
+                if wrong == set(addresses):
+                    raise
             else:
                 log.info("certificate_received", role=enrolled.identity.role, id=enrolled.identity.id, address=address)
                 return enrolled
@@ -155,11 +165,11 @@ class _Server:
 
 
 async def _find_server(address: str, is_trusted: Callable[[x509.Certificate], bool]) -> _Server:
-    """Return the server's identity and its trusted authority. Raise Unavailable; Unauthenticated for another server."""
+    """Return the server's identity and its trusted authority. Raise Unavailable; _WrongServer for another one."""
     leaf, *others = await _chain_of(address)
     authority = next((each for each in others if is_trusted(each)), None)
     if authority is None:
-        raise Unauthenticated(
+        raise _WrongServer(
             f"the server at {address} has no certificate of an authority that is expected; either the address is "
             "another fleet's or an attacker's, or the authority was replaced: make a new token with "
             "`tandem fleet token` on the gateway's machine"
@@ -168,9 +178,9 @@ async def _find_server(address: str, is_trusted: Callable[[x509.Certificate], bo
         leaf.verify_directly_issued_by(authority)
         identity = identity_in(leaf)
     except (InvalidSignature, ValueError, TypeError) as error:
-        raise Unauthenticated(f"the certificate of the server at {address} is not by its authority: {error}") from error
+        raise _WrongServer(f"the certificate of the server at {address} is not by its authority: {error}") from error
     if identity.role != "gateway":
-        raise Unauthenticated(f"the server at {address} is {identity}, and only a gateway may admit processes")
+        raise _WrongServer(f"the server at {address} is {identity}, and only a gateway may admit processes")
     _check_clock(leaf, f"the certificate of the server at {address}")
     return _Server(identity, authority)
 
@@ -201,7 +211,7 @@ async def _chain_of(address: str) -> list[x509.Certificate]:
         presented = _unverified_chain(writer.get_extra_info("ssl_object"))[:_MAX_CHAIN_CERTIFICATES]
         return [x509.load_der_x509_certificate(each) for each in presented]
     except ValueError as error:
-        raise Unauthenticated(f"the server at {address} presents what is no certificate: {error}") from error
+        raise _WrongServer(f"the server at {address} presents what is no certificate: {error}") from error
     finally:
         writer.transport.abort()
 

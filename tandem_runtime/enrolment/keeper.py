@@ -208,7 +208,8 @@ class CertificateKeeper:
         return enrolled
 
     def _take(self, enrolled: Enrolled) -> None:
-        self._bundle_number = enrolled.bundle_number
+        # A gateway whose clock was ahead saw an authority leave, and announced more than there is.
+        self._bundle_number = self._wanted_bundle_number = enrolled.bundle_number
         self._is_fleet_unknown = False
         self._know(enrolled.files)
 

@@ -42,6 +42,14 @@ LEASE_SECONDS = 10.0
 _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
+def expected_service(member: FleetMember | None, id: str, address: str) -> Identity | Role:
+    """Return who must answer as the KV service `id` at `address`, where a handle or a gateway has named both.
+
+    Without a member any process may. Raise Unavailable if `id` is none of a certificate.
+    """
+    return "kv" if member is None else member.expected_or_role("kv", id, address)
+
+
 class KvClient:
     """Calls one KV service on behalf of one process; `incarnation` is that process's."""
 
@@ -55,7 +63,7 @@ class KvClient:
         member: FleetMember | None = None,
         expect: Identity | Role = "kv",
     ) -> None:
-        """With a `member`, the service must prove that it is `expect`: one service where the id is known."""
+        """With a `member`, the service must prove that it is `expect`: see `expected_service`."""
         self.address = address
         self.incarnation = incarnation
         self._call_seconds = call_seconds
@@ -236,12 +244,16 @@ class KvClient:
                 pass
         raise Unavailable(f"the KV service at {self.address} ended a report of a pool")
 
-    async def block_events(self) -> AsyncGenerator[kv.BlockEventBatch, None]:
+    async def block_events(
+        self, questions: asyncio.Queue[pb.AskTables | None] | None = None
+    ) -> AsyncGenerator[kv.BlockEventBatch, None]:
         """Yield what the host's store and the pools of its workers have: first all, then changes.
 
-        Raises Unavailable when the service goes away, Unsupported from services of releases without block events.
+        `questions` are sent, and answered between the batches; None is the last one: gRPC waits for the next one also
+        when the service has ended the stream. Raises Unavailable when the service goes away, Unsupported from services
+        of releases without block events.
         """
-        async with aclosing(messages_of(self._stub.BlockEvents(kv.BlockEventsRequest()))) as batches:
+        async with aclosing(messages_of(self._stub.BlockEvents(_event_requests(questions)))) as batches:
             async for batch in batches:
                 yield batch
         raise Unavailable(f"the KV service at {self.address} ended its block events")
@@ -365,6 +377,14 @@ class KvClient:
             self._gone.put_nowait(
                 kv.OwnerEvent.Ended(handle_id=handle.handle_id, request_id=handle.request_id, state=ended.to_proto)
             )
+
+
+async def _event_requests(
+    questions: asyncio.Queue[pb.AskTables | None] | None,
+) -> AsyncIterator[kv.BlockEventsRequest]:
+    yield kv.BlockEventsRequest()  # a service of an earlier release begins after one request, and reads no other
+    while questions is not None and (question := await questions.get()) is not None:
+        yield kv.BlockEventsRequest(tables=question)
 
 
 def _check_complete(

@@ -59,7 +59,7 @@ async def stalled_loop(scene: Scene) -> AsyncIterator[None]:
 @asynccontextmanager
 async def full_queue(scene: Scene) -> AsyncIterator[None]:
     """More requests come than the workers have memory for, and than the queue takes."""
-    callers = [asyncio.create_task(_ask_often(scene, number)) for number in range(80)]
+    callers = [asyncio.create_task(_ask_often(scene, number)) for number in range(48)]
     try:
         yield
     finally:

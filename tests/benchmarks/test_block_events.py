@@ -24,5 +24,5 @@ def test_a_short_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(block_events, "QUICK", Size(4, 2, (2,), 1.0))
     assert block_events.main(["--quick", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert 0 < figures["0.002m_messages_per_second"] <= 4 * 4 + 4
+    assert 0 < figures["0.002m_messages_per_second"] <= 4 * 4 + 4 * 2 + 8, "batches, and first heartbeats"
     assert figures["0.002m_points"] == pytest.approx(4 * 2 * 2 * 11, abs=4 * 11)

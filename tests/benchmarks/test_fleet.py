@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import structlog
 
 from benchmarks.fleet.__main__ import main
-from benchmarks.fleet.comparing import Compared, Run, compared, verdicts
+from benchmarks.fleet.comparing import Compared, Kept, Run, compared, verdicts
 from benchmarks.fleet.dynamo_policy import VARIABLE
 from benchmarks.fleet.validation import Singles, arrivals_of, enter, profile_of
 from benchmarks.lib.command import Outcome
@@ -54,6 +55,24 @@ class SelectionService:
 
 def run(num_gateways: int = 1) -> Run:
     return Run(h100_fleet(2, 2), MadeUpAgents(60), Budgets(), 0.8, num_gateways)
+
+
+def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
+    def compare(*policies: str) -> Compared:
+        return compared("agents", run(), policies, range(2), lambda line: None, Kept(tmp_path, "2x60x1"))
+
+    first = compare("round_robin")
+    kept = sorted(tmp_path.iterdir())
+    assert [path.name for path in kept] == [f"agents.2x60x1.load_0.8.seed_{seed}.round_robin.json" for seed in range(2)]
+    kept[1].write_text(json.dumps({"ttft_ms.p99": -1.0}))
+    second = compare("round_robin", "least_requests")
+    assert second.by_policy["round_robin"]["ttft_ms.p99"] == [first.by_policy["round_robin"]["ttft_ms.p99"][0], -1.0]
+    assert (
+        second.by_policy["least_requests"]["ttft_ms.p99"]
+        == compared("agents", run(), ["least_requests"], range(2), lambda line: None).by_policy["least_requests"][
+            "ttft_ms.p99"
+        ]
+    )
 
 
 def test_all_policies_get_the_same_requests() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.lib.command import Outcome
-from benchmarks.overload import gateways
+from benchmarks.overload import gateways, prompts
 from benchmarks.overload.__main__ import Size, measured_load
 from benchmarks.overload.arrivals import ACCOUNTS, Sizes, arrivals
 from benchmarks.overload.asking import Asked
 from benchmarks.overload.entering import enter
 from benchmarks.overload.judging import Load, acceptance_by_length
+from benchmarks.overload.pace.sitecustomize import at_pace
 from benchmarks.overload.simulated import admitted, all_accepted
 from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, started
 from control_plane.admission.budgets import Budget
@@ -156,3 +159,38 @@ async def test_a_short_overload_is_answered_in_part(tmp_path: Path) -> None:
     assert all(each.num_tokens == each.request.num_output_tokens for each in found.asked if each.status == 200)
     assert {each.request.model for each in found.asked if each.status == 200} == set(MODELS)
     assert found.simulated["refused_share"] > 0.3
+
+
+def test_prompts_are_compared_turn_by_turn_and_below_one_is_worse() -> None:
+    size = prompts.Size((2.0,), 2, 12.0, 2.0, 3.0)
+
+    def turn(num: int, ttft: float) -> list[Load]:
+        return [load(2, [*(answered("greedy", 3, ttft) for _ in range(num)), refused("small", 4.0)])]
+
+    outcome = Outcome()
+    found = {"old": [turn(10, 1.0), turn(8, 2.0)], "new": [turn(5, 2.0), turn(4, 2.5)]}
+    prompts.enter(outcome, size, found)
+    figures = outcome.figures
+    assert [figures[f"load_2.ratio.{name}"] for name in ("goodput", "ttft_p50", "ttft_p99")] == [0.5, 0.65, 0.65]
+    assert figures["load_2.old.1.goodput"] == 0.8 and figures["load_2.new.0.ttft_p99"] == 2.0
+    assert figures["load_2.new.1.refused_share"] == pytest.approx(0.2) and figures["load_2.new.1.num_failed"] == 0
+    (sheet,) = outcome.sheets
+    assert len(sheet.rows) == 4 and all(len(row) == len(sheet.head) for row in sheet.rows)
+    assert [note.rpartition(", ")[2] for note in outcome.notes[-3:]] == ["worse", "no result", "no result"]
+
+
+def test_a_step_with_prompts_takes_its_time_and_one_of_answers_alone_none() -> None:
+    ended: list[int] = []
+    end = at_pace(lambda core, flight: ended.append(time.monotonic_ns()), 10_000.0)
+
+    def flight(mode: str) -> SimpleNamespace:
+        run = SimpleNamespace(num_tokens=200, request=SimpleNamespace(mode=mode))
+        return SimpleNamespace(started_ns=time.monotonic_ns(), output=SimpleNamespace(runs=(run, run)))
+
+    step = flight("prefill")
+    end(None, step)
+    assert ended.pop() - step.started_ns >= 40_000_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda seconds: ended.append(seconds))
+        end(None, flight("decode"))
+    assert ended[0] == 0.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
 
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import EVERYTHING, NOTHING, TokenDelta, TokenRequest
-from tandem_runtime.errors import TandemError
+from tandem_runtime.errors import Overloaded, TandemError
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import MODEL_ID, Question
 from tests.chaos.stream_record import STAGES, Stage, StreamRecord
@@ -18,24 +20,37 @@ _PATIENCE_SECONDS = 90.0
 _IMPATIENT_SECONDS = (1.0, 4.0)
 
 
-def new_record(rng: random.Random, request_id: str, questions: list[Question], *, leaves: bool) -> StreamRecord:
-    """Pick one client's request, its deadline and whether the client leaves."""
-    leave_at: Stage | None = rng.choice(STAGES) if leaves else None
-    is_impatient = not leaves and rng.random() < 0.04
+def rarest_stage(rng: random.Random, records: list[StreamRecord]) -> Stage:
+    """Return the stage at which the fewest clients have left: some come late, and leave at a later one."""
+    left = Counter(record.left_at for record in records)
+    return min(STAGES, key=lambda stage: (left[stage], rng.random()))
+
+
+def new_record(
+    rng: random.Random, request_id: str, questions: list[Question], *, leave_at: Stage | None
+) -> StreamRecord:
+    """Pick one client's request and its deadline."""
+    is_impatient = leave_at is None and rng.random() < 0.04
     seconds = rng.uniform(*_IMPATIENT_SECONDS) if is_impatient else _PATIENCE_SECONDS
-    question = rng.choice([question for question in questions if _lasts_until(question, leave_at)])
+    question = rng.choice(_lasting_until(leave_at, questions))
     return StreamRecord(
         request_id,
         question,
         time.monotonic() + seconds,
         is_impatient=is_impatient,
-        is_cacheable=rng.random() < 0.8,
+        is_cacheable=rng.random() < 0.8 and leave_at != "prefilling",
         leave_at=leave_at,
     )
 
 
-async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, pauses: Pauses) -> None:
-    """Send the request, and record the stream."""
+async def ask(
+    dispatcher: Dispatcher,
+    record: StreamRecord,
+    rng: random.Random,
+    pauses: Pauses,
+    was_overloaded: Callable[[float], bool],
+) -> None:
+    """Send the request, and record the stream. Refused while the fleet is overloaded, a client comes back in time."""
     request = TokenRequest(
         request_id=record.request_id,
         account=rng.choice(["one", "another"]),
@@ -47,13 +62,31 @@ async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, 
         cache=EVERYTHING if record.is_cacheable else NOTHING,
     )
     try:
-        stream = await _submitted(dispatcher, request, record, rng)
+        stream = await _submitted_at_last(dispatcher, request, record, rng, was_overloaded)
         if stream is not None:
             await _listen(stream, record, rng, pauses)
     except TandemError as error:
         record.error = error
     finally:
         record.ended = time.monotonic()
+
+
+async def _submitted_at_last(
+    dispatcher: Dispatcher,
+    request: TokenRequest,
+    record: StreamRecord,
+    rng: random.Random,
+    was_overloaded: Callable[[float], bool],
+) -> RequestStream | None:
+    while True:
+        since = time.monotonic()
+        try:
+            return await _submitted(dispatcher, request, record, rng)
+        except Overloaded as refusal:
+            if refusal.retry_after_seconds is None or not was_overloaded(since) or record.deadline <= time.monotonic():
+                raise
+            record.num_refused += 1
+            await asyncio.sleep(min(refusal.retry_after_seconds, max(0.0, record.deadline - time.monotonic())))
 
 
 async def _submitted(
@@ -112,8 +145,10 @@ def _note(record: StreamRecord, delta: TokenDelta) -> None:
     record.finish_reasons[delta.choice_index] = delta.finish_reason
 
 
-def _lasts_until(question: Question, stage: Stage | None) -> bool:
-    """Return whether prompt and answer are long enough to leave at a stage."""
-    num_tokens = min(len(answer.tokens) for answer in question.answers)
+def _lasting_until(stage: Stage | None, questions: list[Question]) -> list[Question]:
+    """Return the questions whose prompts and answers are long enough to leave at a stage."""
     least = {"prefilling": 2, "between": 8, "decoding": 8}.get(stage or "", 1)
-    return num_tokens >= least and (stage != "prefilling" or len(question.prompt) >= 60)
+    lasting = [each for each in questions if min(len(answer.tokens) for answer in each.answers) >= least]
+    if stage == "prefilling":  # a client hears of its request once decode has reserved; a short prompt is computed then
+        return sorted(lasting, key=lambda question: -len(question.prompt))[: max(1, len(lasting) // 4)]
+    return lasting

@@ -28,7 +28,9 @@ from tests.chaos.options import Options
 from tests.system.fleet import START_SECONDS, Fleet, Service, until
 
 ProcessKind = Literal["kill", "kill front", "kill engine", "restart", "stop", "stop engine", "stop kv"]
-Kind = ProcessKind | MachineKind
+GatewayKind = Literal["kill gateway", "drain gateway", "stop gateway"]
+"""Of the second gateway: `tests.chaos.gateway_faults`."""
+Kind = ProcessKind | MachineKind | GatewayKind
 _WEIGHTS: dict[Kind, int] = {
     "kill": 4,
     "kill front": 2,
@@ -58,7 +60,7 @@ class Fault:
     def __str__(self) -> str:
         end = "under way" if self.over is None else f"up again at {self.over:.1f} s"
         kind = f"{self.kind} {self.hours:+d} h" if self.hours else self.kind
-        return f"{self.at:6.1f} s  {kind:<12} {self.victim:<10} {end}"
+        return f"{self.at:6.1f} s  {kind:<13} {self.victim:<10} {end}"
 
 
 class FaultSchedule:
@@ -112,10 +114,10 @@ class FaultSchedule:
         """Whether a fault has not been yet that each run has."""
         return bool(self._to_come)
 
-    def is_disk_broken(self) -> bool:
-        """Return whether the disk is full or read-only, or was a moment ago."""
+    def was_disk_broken(self, since: float) -> bool:
+        """Return whether the disk was full or read-only since a time of `time.monotonic`, or a moment before."""
         ends = [fault.over for fault in self.faults if fault.kind in ("disk full", "read-only")]
-        return any(end is None or self.seconds < end + _LATE_SECONDS for end in ends)
+        return any(end is None or since - self._began < end + _LATE_SECONDS for end in ends)
 
     def _inject(self) -> None:
         """Pick a random fault and an eligible victim; every other time one of those that have not been yet."""

@@ -3,7 +3,7 @@
 disk full      the whole fleet: a file takes all that is left of the disk, and what is given back meanwhile
 read-only      the whole fleet: nothing on the disk can be made, replaced, deleted or opened to be written
 descriptors    one process (a front, an engine, a KV service) can open two more at most
-clock          the wall clock of one process, of the control plane too, jumps by an hour, ahead or back
+clock          the wall clock of one process, of a gateway too, jumps by an hour, ahead or back
 clocks         the wall clocks of all processes jump together
 """
 
@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import psutil
 
 from tests.chaos.descriptors import used_up
-from tests.chaos.surroundings import CONTROL, Surroundings
+from tests.chaos.surroundings import CONTROL, SECOND_GATEWAY, Surroundings
 from tests.system.wall_clock import WallClock
 
 FLEET = "fleet"
@@ -45,7 +45,7 @@ class MachineFaults:
         """Return who can have a fault."""
         if kind == "descriptors":  # those of the control plane are the clients' too: both are in one process
             return sorted(services)
-        return [*sorted(services), CONTROL] if kind == "clock" else [FLEET]
+        return [*sorted(services), CONTROL, SECOND_GATEWAY] if kind == "clock" else [FLEET]
 
     async def hold(
         self, kind: MachineKind, victim: str, processes: Sequence[psutil.Process], hours: int, seconds: float

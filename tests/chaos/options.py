@@ -16,8 +16,18 @@ class Options:
     """The minimum number of streams."""
     num_questions: int = 120
     num_clients: int = 18
+    num_second_clients: int = 4
+    """Clients of the second gateway, over HTTP."""
     max_think_seconds: float = 1.0
     """The longest pause of a client before its next request."""
+    burst_size: int = 200
+    """Requests at once: the decode workers have 72 places, and `max_waiting` wait at each gateway. 0: none."""
+    burst_pause_seconds: tuple[float, float] = (30.0, 60.0)
+    """Seconds between the end of one burst and the next."""
+    max_waiting: int = 32
+    """At each gateway: more than its clients ask for without a burst."""
+    num_gateway_kinds: int = 3
+    """Kinds of faults of the second gateway that the run has at least: all, or so many by chance."""
     pause_seconds: tuple[float, float] = (2.0, 6.0)
     """Seconds between two faults."""
     rest_seconds: float = 3.0
@@ -29,6 +39,8 @@ class Options:
     suspect_seconds: float = 3.0
     gone_seconds: float = 5.0
     lease_seconds: float = 10.0
+    gateway_gone_seconds: float = 20.0
+    """Seconds of silence after which one gateway closes the rows of the other: longer than that is stopped."""
     certificate_seconds: float = 40.0
     """Seconds that certificates are valid, renewed after half of them; 0: the fleet is in plain text."""
     rotate_seconds: float = 60.0
@@ -50,6 +62,10 @@ def short(seed: int) -> Options:
         num_streams=60,
         num_questions=24,
         num_clients=16,
+        num_second_clients=3,
+        num_gateway_kinds=2,  # a gateway takes seconds to start again
+        max_waiting=512,
+        burst_size=0,  # on a busy machine its clients, in the process of a gateway, hold up heartbeats
         max_think_seconds=0.3,
         pause_seconds=(0.5, 2.0),
         rest_seconds=1.0,
@@ -58,6 +74,7 @@ def short(seed: int) -> Options:
         suspect_seconds=1.5,
         gone_seconds=2.5,
         lease_seconds=4.0,
+        gateway_gone_seconds=9.0,
         certificate_seconds=20.0,
         rotate_seconds=4.0,
         least_left_per_stage=1,

@@ -17,6 +17,7 @@ from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.dispatch.worker_call import WorkerCall
+from control_plane.explain.history import Call
 from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Draining, TandemError
@@ -41,6 +42,8 @@ class Pause:
     """Seconds from detection to the next token; None if the client left before it."""
     num_cached_tokens: int | None = None
     """Cached tokens at the next worker; None if that worker was lost too."""
+    calls: tuple[str, ...] = ()
+    """The calls to workers since the loss, and what the last one's engine did: seconds since the loss."""
 
     @property
     def has_survived(self) -> bool:
@@ -86,6 +89,11 @@ class Pauses:
             pause = self._open.pop((stream.state.request.request_id, choice.index), None)
             if pause is not None and choice.ledger is not None:
                 pause.num_cached_tokens = choice.ledger.num_cached_tokens
+                calls = [call for call in stream.state.history.calls if call.sent_at >= pause.detected_at]
+                pause.calls = (
+                    *(_story(call, pause.detected_at) for call in calls),
+                    _engine_story(choice.ledger, pause.detected_at),
+                )
 
     def _lost(self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError) -> None:
         key = (state.request.request_id, choice.index)
@@ -113,6 +121,20 @@ class Pauses:
         if not any(worker.is_usable for worker in self._registry.workers(pb.WORKER_ROLE_DECODE)):
             for pause in self._open.values():
                 pause.had_another = pause.had_another and pause.seconds is not None
+
+
+def _story(call: Call, since: float) -> str:
+    """Return when a call was sent, accepted and answered. On Linux both clocks of Python are the same."""
+    times = (call.sent_at, call.accepted_at, call.output_at)
+    shown = (f"{seconds - since:.3f}" if seconds is not None else "-" for seconds in times)
+    return f"{call.worker_id} {'/'.join(shown)} s"
+
+
+def _engine_story(ledger: pb.PhaseLedger, since: float) -> str:
+    """Return when the engine got the request, scheduled it and had its first token, by clocks that did not jump."""
+    began = since + time.time() - time.monotonic()
+    times = (ledger.submitted_ns, ledger.scheduled_ns, ledger.first_token_ns)
+    return f"engine {'/'.join(f'{nanoseconds / 1e9 - began:.3f}' for nanoseconds in times)} s"
 
 
 def quantiles(seconds: Sequence[float]) -> str:

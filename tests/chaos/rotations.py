@@ -33,23 +33,23 @@ class Rotations:
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Rotate until `is_over()`; a rotation that has begun gets as far as its switch. Fails if it does not."""
         while not is_over():
-            await _until_either(lambda: False, is_over, self._every_seconds)
+            await until_either(lambda: False, is_over, self._every_seconds)
             if is_over():
                 return
             await self._rotate(is_over)
 
     async def _rotate(self, is_over: Callable[[], bool]) -> None:
-        if not await _until_either(self._add, is_over, float("inf")):
+        if not await until_either(self._add, is_over, float("inf")):
             return
         await until(self._switch, _SWITCH_SECONDS, lambda: f"no switch to the new authority: {self._refusal}")
         self.num_switched += 1
-        if await _until_either(self._has_left, is_over, _LEAVE_SECONDS):
+        if await until_either(self._has_left, is_over, _LEAVE_SECONDS):
             self.num_left += 1
         elif not is_over():
             assert await self._leaves_late(), (
                 f"the old authority is still trusted {_LEAVE_SECONDS:g} s after the switch"
             )
-            await _until_either(self._has_left, is_over, float("inf"))
+            await until_either(self._has_left, is_over, float("inf"))
 
     async def _add(self) -> bool:
         try:
@@ -78,7 +78,7 @@ class Rotations:
             return False
 
 
-async def _until_either(condition: Callable[[], object], is_over: Callable[[], bool], seconds: float) -> bool:
+async def until_either(condition: Callable[[], object], is_over: Callable[[], bool], seconds: float) -> bool:
     """Return True once the condition holds, False once the run is over or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while not is_over() and time.monotonic() < deadline:

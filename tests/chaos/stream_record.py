@@ -34,6 +34,8 @@ class StreamRecord:
     """The stage at which the client left; None if the stream had ended."""
     left_admission_queue: bool = False
     """The client left while the request was in the gateway's admission queue, not in a worker's queue."""
+    num_refused: int = 0
+    """The queue was full in a burst; the client came back."""
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     tokens: list[list[int]] = field(default_factory=list)
@@ -54,11 +56,14 @@ class StreamRecord:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the stream failed. With a deadline meant to pass, the errors of a deadline are no failure."""
+        """Return whether the stream failed. With a deadline meant to pass, the errors of a deadline are no failure.
+
+        Nor is a refusal before: the gateway has predicted that the request would wait for longer.
+        """
         if self.error is None:
             return False
-        is_expected = isinstance(self.error, DeadlineExceeded | Overloaded | Unavailable)
-        return not (self.is_impatient and is_expected and self.ended >= self.deadline - 0.1)
+        is_expected = isinstance(self.error, DeadlineExceeded | Unavailable) and self.ended >= self.deadline - 0.1
+        return not (self.is_impatient and (is_expected or isinstance(self.error, Overloaded)))
 
     def wrong_tokens(self) -> Iterator[str]:
         """Yield the choices that differ from the undisturbed run; a stream that was left must be a prefix of it."""

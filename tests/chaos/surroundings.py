@@ -21,7 +21,8 @@ from tests.chaos.small_disk import SmallDisk
 from tests.system.wall_clock import WallClock, has_compiler
 
 CONTROL = "control"
-"""The name of the control plane's clock."""
+"""The name of the clock of the gateway in this process."""
+SECOND_GATEWAY = "gateway-b"
 _FOLDER = "TANDEM_CHAOS_FOLDER"
 _DISK_BYTES = 160 << 20
 """Two disk caches of 32 MiB, the state directory, and the rest for the file that fills the disk."""

@@ -32,12 +32,29 @@ class Law:
     details: Sequence[str] = field(default_factory=tuple)
 
 
+@dataclass(frozen=True)
+class End:
+    """What was found once nobody asked any more."""
+
+    failure: str
+    """Why a service did not come up again; "" if all did."""
+    left: str
+    """Which pools did not become full; "" if all did."""
+    audit: AuditReport
+    unbalanced: Sequence[str]
+    """What gateways and workers have counted differently."""
+    misbilled: Sequence[str]
+    """What is wrong in the ledger."""
+    num_free: int
+    """Whole answers whose gateway was killed before their end was written."""
+
+
 class Verdict:
     """The table of a run, and the details of its failures."""
 
-    def __init__(self, run: Run, failure: str, left: str, audit: AuditReport) -> None:
-        """`failure`: why a service did not come up again; `left`: which pools did not become full; "" if none."""
+    def __init__(self, run: Run, end: End) -> None:
         self._run = run
+        audit, failure, left = end.audit, end.failure, end.left
         orphans = [str(finding) for finding in audit.findings] + [str(why) for why in audit.unanswered.items()]
         self.laws = [
             *self._laws_of_streams(),
@@ -45,6 +62,11 @@ class Verdict:
             Law("every pool is back to full", "no" if left else "yes", not left, (left,)),
             Law("kv_orphan_bytes", str(audit.orphan_bytes), not orphans, orphans),
             self._law_of_the_gateway(),
+            Law("grants and counters that differ", str(len(end.unbalanced)), not end.unbalanced, end.unbalanced),
+            self._law_of_the_ledger(end),
+            self._law_of_gateway_faults(),
+            *self._laws_of_bursts(),
+            self._law_of_roles(),
             self._law_of_stages(),
             *self._laws_of_certificates(),
             self._law_of_pauses(),
@@ -88,6 +110,29 @@ class Verdict:
         found = ", ".join(f"{name} {number}" for name, number in left.items() if number)
         return Law("left in the control plane", found or "nothing", not found)
 
+    def _law_of_the_ledger(self, end: End) -> Law:
+        found = f"{len(end.misbilled)}; {end.num_free} answers of killed gateways were free"
+        return Law("rows that are not the answers", found, not end.misbilled, end.misbilled[:_MAX_SHOWN])
+
+    def _laws_of_bursts(self) -> Iterator[Law]:
+        """Each burst is more than there is room for: some are refused. All are answered in the end: the law of HTTP."""
+        if not self._run.options.burst_size:
+            return
+        bursts = self._run.bursts.over
+        found = ", ".join(f"{each.num_refused} of {len(each.records)}" for each in bursts)
+        yield Law("refused in bursts", found or "no burst", any(each.num_refused for each in bursts))
+
+    def _law_of_gateway_faults(self) -> Law:
+        """A fault that meets no stream proves nothing."""
+        met = self._run.gateway_faults.num_met
+        found = ", ".join(f"{kind} {number}" for kind, number in met.items())
+        return Law("streams met by the end of a gateway", found, all(met.values()))
+
+    def _law_of_roles(self) -> Law:
+        """No member of the fleet calls what its role may not: such an error looks like any other loss."""
+        lines = [f"{log.stem}: {line}" for log in self._logs() for line in _lines_about(log, " may be called by ")]
+        return Law("calls refused for a role", str(len(lines)), not lines, lines[:_MAX_SHOWN])
+
     def _law_of_stages(self) -> Law:
         left = Counter(each.left_at for each in self._run.records if each.left_at is not None)
         left_queue = sum(each.left_admission_queue for each in self._run.records)
@@ -99,22 +144,32 @@ class Verdict:
         run, seconds = self._run, self._run.options.certificate_seconds
         if run.rotations is None:
             return
-        renewed = _lines_about(run.folder / "control.log", "'member_renewed'")
+        logs = run.folder / "control.log", run.gateways[1].log
+        renewed = [line for log in logs for line in _lines_about(log, "member_renewed")]
         least = int(len(run.fleet.services) * run.faults.seconds / seconds)  # half of what is due: some are down
         yield Law("certificates renewed", f"{len(renewed)}, at least {least}", len(renewed) >= least)
         switched, left = run.rotations.num_switched, run.rotations.num_left
         yield Law("authorities", f"{switched} rotated, {left} of the old ones left", switched > 0)
 
     def _law_of_pauses(self) -> Law:
-        """Judge only streams whose KV cache survived, with another worker available, on an otherwise idle machine."""
-        promised = [p for p in self._run.pauses.all if p.has_survived and p.had_another and p.seconds is not None]
+        """Judge only streams whose KV cache survived, with another worker available, on an otherwise idle machine.
+
+        In a burst a stream may find the other worker full: pauses there are shown, and not judged.
+        """
+        survived = [p for p in self._run.pauses.all if p.has_survived and p.had_another and p.seconds is not None]
+        promised = [pause for pause in survived if not self._was_in_burst(pause)]
+        in_bursts = [pause.seconds or 0.0 for pause in survived if self._was_in_burst(pause)]
         judged = [pause for pause in promised if not self._had_busy_neighbours(pause)]
         seconds = sorted(pause.seconds or 0.0 for pause in judged)
         p99 = seconds[min(len(seconds) - 1, int(len(seconds) * 0.99))] if seconds else 0.0
         details = [str(pause) for pause in sorted(judged, key=lambda each: -(each.seconds or 0.0))[:_MAX_SHOWN]]
         left_out = f"; {len(promised) - len(judged)} more while others used the machine" if judged != promised else ""
+        left_out += f"; in bursts {quantiles(in_bursts)}" if in_bursts else ""
         holds = p99 <= self._run.options.longest_p99_pause_seconds
         return Law("pause beyond detection, KV survived", quantiles(seconds) + left_out, holds, details)
+
+    def _was_in_burst(self, pause: Pause) -> bool:
+        return self._run.bursts.were_under_way(pause.detected_at, pause.detected_at + (pause.seconds or 0.0))
 
     def _had_busy_neighbours(self, pause: Pause) -> bool:
         until = pause.detected_at + (pause.seconds or 0.0)
@@ -125,7 +180,7 @@ class Verdict:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
         run = self._run
-        yield f"seed {run.options.seed}: {run.faults.seconds:.0f} s, {len(run.faults.faults)} faults, " + _shortly(run)
+        yield f"seed {run.options.seed}: {run.faults.seconds:.0f} s, {len(run.all_faults)} faults, " + _shortly(run)
         yield from (f"left out: {kinds}: {why}" for kinds, why in run.surroundings.left_out.items())
         yield "network: " + ", ".join(f"{fault} {number}" for fault, number in counted(run.counts).items())
         all_pauses = [pause.seconds for pause in run.pauses.all if pause.seconds is not None]
@@ -139,7 +194,7 @@ class Verdict:
 
     def _why(self) -> Iterator[str]:
         yield "\nfaults:"
-        yield from (str(fault) for fault in self._run.faults.faults)
+        yield from (str(fault) for fault in self._run.all_faults)
         for law in self.laws:
             if not law.holds:
                 yield f"\n=== {law.name}"
@@ -152,7 +207,7 @@ class Verdict:
             "seed": run.options.seed,
             "seconds": round(run.faults.seconds, 1),
             "left_out": run.surroundings.left_out,
-            "faults": [vars(fault) for fault in run.faults.faults],
+            "faults": [vars(fault) for fault in run.all_faults],
             "neighbours_cores": round(run.co_runners.mean_cores(), 2),
             "network": dict(counted(run.counts)),
             "pauses": [vars(pause) for pause in run.pauses.all],
@@ -182,16 +237,30 @@ class Verdict:
 
 
 def _shortly(run: Run) -> str:
-    kinds = Counter(fault.kind for fault in run.faults.faults)
+    kinds = Counter(fault.kind for fault in run.all_faults)
     done = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
     whole = sum(record.is_whole for record in run.records)
     migrated = len({(pause.request_id, pause.choice_index) for pause in run.pauses.all})
-    refused = sum(record.num_refused for record in run.http_records)
+    http = run.http_records
+    refused = sum(record.num_refused for record in http)
+    cut_off = sum(len(record.broken_ids) for record in http), sum(record.num_unreached for record in http)
     impatient = sum(record.error is not None and not record.has_failed for record in run.records)
     return (
         f"({done}); {len(run.records) + len(run.http_records)} streams, {len(run.http_records)} of them over HTTP; "
-        f"{refused} times refused for a disk that could not be written; "
+        f"{refused} times refused for a disk that could not be written or a gateway that drained, {cut_off[0]} times "
+        f"cut off by the end of a gateway, {cut_off[1]} times without a connection; {_bursts(run)}; "
         f"{whole} answered whole, {migrated} migrated, {impatient} had passed deadlines of their own"
+    )
+
+
+def _bursts(run: Run) -> str:
+    if not run.options.burst_size:
+        return "no bursts"
+    seconds = " s, ".join(f"{burst.seconds:.1f}" for burst in run.bursts.over)
+    refused = sum(each.num_overloaded for each in run.http_records), sum(each.num_refused for each in run.records)
+    return (
+        f"bursts of {run.options.burst_size} requests for {seconds} s; "
+        f"{refused[0]} HTTP and {refused[1]} other requests refused for lack of room"
     )
 
 

@@ -13,6 +13,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import Cancelled, KvNotFound, StaleIncarnation, TandemError
 from tandem_runtime.kv.spaces import space_of
+from tandem_runtime.kv.table_parts import answer_parts
 from tandem_runtime.server import GrpcServer
 
 MODEL = "tiny"
@@ -52,6 +53,10 @@ class AttachStream:
             request_id=submit.request_id, attempt=submit.attempt, position=position, token_ids=token_ids, **fields
         )
         self._put(step=pb.StepBatch(step=1, outputs=[output]))
+
+    def tables(self, question: pb.AskTables, reply: TablesReply) -> None:
+        for part in answer_parts(question, lambda max_rows: reply):
+            self._put(tables=part)
 
     def _put(self, **kind: Any) -> None:
         self.events.put_nowait(pb.Event(**kind))
@@ -144,6 +149,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.takes_choices = True
+        self.answers_tables = True
+        """Whether it answers questions for its tables on its streams."""
+        self.tables = TablesReply(incarnation=self.incarnation)
+        self.questions: list[pb.AskTables] = []
+        self.num_table_calls = 0
+        self.sends_tables = True
+        """False: it never answers a question."""
         self.grant: pb.Grant | None = None
         """What it grants to a gateway that attaches; None: it uses no grants."""
         self.grant_with_refusal: pb.Grant | None = None
@@ -205,7 +217,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return pb.StatsReply(info=self.info(), load=self.load())
 
     async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
-        return TablesReply(incarnation=self.incarnation)
+        self.num_table_calls += 1
+        return self.tables
 
     async def until(self, condition: Callable[[ScriptedWorker], bool]) -> None:
         async with asyncio.timeout(10), self.changed:
@@ -263,6 +276,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 else:
                     hello = pb.AttachHello(worker_incarnation=self.incarnation, takes_choices=self.takes_choices)
                     hello.uses_grants = self.grant is not None
+                    hello.answers_tables = self.answers_tables
                     attach.events.put_nowait(pb.Event(hello=hello))
                     if self.grant is not None:
                         attach.grant(self.grant)
@@ -277,6 +291,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self._submit(attach, submit)
             case "demand":
                 self.demands.append(command.demand)
+            case "tables":
+                self.questions.append(command.tables)
+                if self.sends_tables:
+                    attach.tables(command.tables, self.tables)
             case "cancel":
                 self.cancels.append(command.cancel)
                 if self.num_computed_tokens is not None:

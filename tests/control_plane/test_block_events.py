@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
 
 from control_plane.block_chain import BlockHashes
 from control_plane.block_events import BlockEventReader
+from control_plane.fleet.registration import take_relayed
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.prefix_index import PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
+from kv_transfer_svc import event_stream
+from kv_transfer_svc.host_points import HostPoints
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.errors import Unsupported
 from tandem_runtime.server import GrpcServer
 from tests.certificates import Authority
 from tests.kv_transfer_svc.host import Host, running_host, running_writer, until
@@ -38,7 +50,7 @@ class Gateway:
     def __init__(self, member: FleetMember | None = None) -> None:
         self.registry = WorkerRegistry(5.0, 10.0)
         self.index = SamplePointIndex()
-        self.reader = BlockEventReader(self.index, "gateway-1", member)
+        self.reader = BlockEventReader(self.index, "gateway-1", member, partial(take_relayed, self.registry))
         self.registry.listen(self.reader.changed)
 
     def find(self) -> PrefixMatch:
@@ -66,6 +78,41 @@ async def test_a_gateway_knows_what_a_store_has_and_what_it_evicts(tmp_path: Pat
         await until(lambda: gateway.find() == PrefixMatch({"decode-1": 2}, {"host-a": 8}))
         host.service.points.end("decode-1")
         await until(lambda: gateway.find() == PrefixMatch({}, {"host-a": 8}))
+
+
+async def test_a_host_passes_on_the_heartbeats_of_its_workers_and_of_no_others(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, a_gateway() as gateway:
+        registry = gateway.registry
+        registry.register(service_info(host.address, "kv-1"), READY)
+        for name, host_id in (("here", "host-a"), ("there", "host-b")):
+            registry.register(
+                pb.WorkerInfo(worker_id=name, incarnation=name, role=pb.WORKER_ROLE_DECODE, host_id=host_id), READY
+            )
+
+        def beat(name: str, num_running: float, incarnation: str = "") -> bool:
+            load = pb.LoadReport(state=pb.WORKER_STATE_READY, counters={"number": num_running})
+            request = cp.HeartbeatRequest(worker_id=name, incarnation=incarnation or name, load=load)
+            host.service.points.heartbeat(request)
+            return False
+
+        def number_of(name: str) -> float:
+            worker = registry.get(name)
+            return worker.load.counters["number"] if worker is not None else -1.0
+
+        await until(lambda: beat("kv-1", 4, "kv-life") or number_of("kv-1") == 4)  # once the stream is open
+        with capture_logs() as lines:
+            beat("here", float("nan"))
+            await until(lambda: "heartbeat_refused" in [line["event"] for line in lines])
+        for name, incarnation in (("there", ""), ("nobody", ""), ("here", "an earlier life")):
+            beat(name, 5, incarnation)
+        beat("kv-1", 6, "kv-life")  # the service's own comes after them
+        await until(lambda: number_of("kv-1") == 6)
+        assert (number_of("here"), number_of("there")) == (0.0, 0.0)
+        beat("here", 9)
+        await until(lambda: number_of("here") == 9)
+        here, there = registry.get("here"), registry.get("there")
+        assert here is not None and there is not None
+        assert registry.is_relayed(here) and not registry.is_relayed(there)
 
 
 async def test_a_restarted_service_and_a_lost_stream_begin_with_a_snapshot(tmp_path: Path) -> None:
@@ -118,6 +165,40 @@ async def test_with_a_service_without_block_events_requests_teach_for_good() -> 
         gateway.index.learn(CHAIN[:8], "w", "host-a")
         now[0] = 1000.0
         assert gateway.find() == PrefixMatch({"w": 8}, {"host-a": 8})
+    await server.stop(0)
+
+
+async def test_a_service_of_the_release_before_reads_one_request_and_is_asked_for_no_tables() -> None:
+    points, num_requests = HostPoints(), 0
+    points.change("w", [each[:8] for each in CHAIN[:4]], [])
+
+    async def block_events(request: kv.BlockEventsRequest, context: Any) -> AsyncIterator[kv.BlockEventBatch]:
+        nonlocal num_requests
+        num_requests += 1
+        async for batch in event_stream.block_events(points):
+            yield batch
+
+    def add(server: Any) -> None:
+        method = grpc.unary_stream_rpc_method_handler(
+            block_events, kv.BlockEventsRequest.FromString, kv.BlockEventBatch.SerializeToString
+        )
+        handler = grpc.method_handlers_generic_handler("tandem.v1.KvTransferService", {"BlockEvents": method})
+        server.add_generic_rpc_handlers((handler,))
+
+    server = GrpcServer("127.0.0.1:0", add, [])
+    address = await server.start()
+    async with a_gateway() as gateway:
+        gateway.registry.register(service_info(address, "kv-1"), READY)
+        await until(lambda: gateway.find().pools == {"w": 4})
+        service = gateway.registry.get("kv-1")
+        assert service is not None
+        questions = gateway.reader.questions(service)
+        assert questions is not None
+        with pytest.raises(Unsupported):
+            await questions.ask(10, 10.0)
+        points.change("w", [], [each[:8] for each in CHAIN[2:4]])
+        await until(lambda: gateway.find().pools == {"w": 2})
+        assert num_requests == 1
     await server.stop(0)
 
 

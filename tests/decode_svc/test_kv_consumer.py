@@ -205,6 +205,21 @@ async def test_a_request_that_ends_while_it_pulls_gives_its_lease_back(tmp_path:
         assert here.engine.sent == []
 
 
+async def test_a_lease_is_released_at_its_holder_if_the_kv_service_of_this_host_is_gone(tmp_path: Path) -> None:
+    """Its writer may wait for us before it reuses its memory."""
+    async with harness(tmp_path) as here:
+        async with running_host(tmp_path) as ours:
+            here.link.move(ours)
+            await until(lambda: here.link.address == ours.address)
+            handle = await here.reserve()
+            here.begin(a_request(handle))
+            await until(lambda: _num_readers(here.host) == 1)  # ours watches for us
+        here.link.move(None)
+        await here.sent(Recompute)
+        await asyncio.wait_for(here.connector.wait_drained(), 10)
+        await until(lambda: nothing_is_left(here.host))
+
+
 async def test_a_region_nobody_reads_any_more_is_unmapped(tmp_path: Path) -> None:
     """The owner may be dead: the mapping alone would keep all of its memory."""
     async with harness(tmp_path) as here:

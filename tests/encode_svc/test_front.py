@@ -250,7 +250,7 @@ async def test_the_load_is_that_of_the_calls_and_nothing_once_they_are_answered(
     async with harness() as here:
         calls = [here.call(), here.call()]
         first, second = await here.sent(2)
-        here.engine.emit(EncoderStats(1, 1, 3, {"steps": 4.0}))
+        here.engine.emit(EncoderStats(1, 1, 3, {"steps": 4.0}, 6))
         here.answer(first)
         await asyncio.wait_for(calls[0], 10)
         load = here.front.load()

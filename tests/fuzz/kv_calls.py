@@ -116,7 +116,7 @@ def _sign(request: Any) -> None:
 
 
 async def _call(service: KvTransferService, name: str, request: Any) -> None:
-    answer = getattr(service, name)(_stream(request) if name == "ReportPool" else request, _Context())
+    answer = getattr(service, name)(_stream(request) if name in ("ReportPool", "BlockEvents") else request, _Context())
     if isinstance(answer, AsyncIterator):
         await _read_some(answer)
     else:

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kv_transfer_svc.service import KvTransferService
 from kv_transfer_svc.store import HandleStore
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
 from tandem_runtime.errors import KvNotFound, TandemError, Unauthenticated
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
@@ -329,6 +331,15 @@ def _events() -> st.SearchStrategy[pb.Event]:
         ),
         st.builds(lambda key, e: pb.Event(failed=pb.Failed(request_id=key[0], attempt=key[1], error=e)), _KEYS, error),
         st.just(pb.Event(hello=pb.AttachHello(worker_incarnation="another life"))),
+        st.builds(
+            lambda number, data, is_last, e: pb.Event(
+                tables=pb.TablesPart(number=number, data=data, is_last=is_last, error=e)
+            ),
+            st.integers(0, 2),
+            st.binary(max_size=8),
+            st.booleans(),
+            st.none() | error,
+        ),
     )
 
 
@@ -339,7 +350,10 @@ def test_each_call_of_a_worker_ends_once_whatever_its_stream_carries(events: Seq
 
 
 async def _run_events(events: Sequence[pb.Event]) -> None:
-    """Submit three requests, send the events, break the stream: every call hears its own events and one end."""
+    """Submit three requests, send the events, break the stream: every call hears its own events and one end.
+
+    The auditor's question ends too, with tables or a typed error.
+    """
     arrived: list[AttachStream] = []
     all_here = asyncio.Event()
 
@@ -348,17 +362,23 @@ async def _run_events(events: Sequence[pb.Event]) -> None:
         if len(arrived) == 3:
             all_here.set()
 
-    async with linked(collect) as (_, link, _registry):
+    async with linked(collect) as (scripted, link, _registry):
+        scripted.sends_tables = False
         heard = {(f"r-{index}", 0): Heard() for index in range(3)}
         for (request_id, attempt), sink in heard.items():
             link.submit(submit(request_id, attempt), sink)
         await all_here.wait()
+        await until(lambda: link.tables.is_open)
+        question = asyncio.create_task(link.tables.ask(10, 20.0))
+        await scripted.until(lambda worker: bool(worker.questions))
         for event in events:
             arrived[0].events.put_nowait(event)
         arrived[0].events.put_nowait(None)
         for sink in heard.values():
             await sink.until(lambda words: "ended" in words)
             assert Counter(sink.words)["ended"] == 1 and sink.words[-1] == "ended"
+        with suppress(TandemError):
+            assert isinstance(await question, TablesReply)
         assert link.num_requests == 0
         for key, sink in heard.items():
             assert sink.words[:-1] == _expected(key, events)

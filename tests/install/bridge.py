@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
-from tests.system.namespaces import NetworkHost
+from benchmarks.lib.namespaces import NetworkHost
 
 _SUBNET = "10.231.5"
 

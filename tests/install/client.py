@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.system.namespaces import NetworkHost
+from benchmarks.lib.namespaces import NetworkHost
 
 MODEL = "@tandem/demo"
 GATEWAY = "http://127.0.0.1:8642"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.system.namespaces import NetworkHost
+from benchmarks.lib.namespaces import NetworkHost
 
 SHARED_MEMORY_BYTES = 64 << 20
 _CGROUPS = Path("/sys/fs/cgroup")

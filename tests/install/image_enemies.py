@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.lib.namespaces import NetworkHost
 from infra.images.context import make_context, version
 from tests.install import buildah
 from tests.install.containers import Container, ContainerSpec, Mount
-from tests.system.namespaces import NetworkHost
 
 STATE, RUNTIME = "/var/lib/tandem", "/run/tandem"
 _END_SECONDS = 90.0

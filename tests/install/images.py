@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.lib.namespaces import NetworkHost
 from infra.audit import Result
 from infra.images.__main__ import CONTEXT, SERVICES, built_wheel, image_name
 from infra.images.context import make_context
 from tests.install import buildah, image_checks, image_enemies
 from tests.install.client import LONG, Answer, status_of, stream
 from tests.install.containers import Container, ContainerSpec, Mount, wait_until
-from tests.system.namespaces import NetworkHost
 
 _FREE_BYTES = 8 << 30
 _READY_SECONDS = 240.0

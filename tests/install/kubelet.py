@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.namespaces import NetworkHost
 from infra.kubernetes.manifests import Container, Document, Workload
 from tests.install.sandbox import Ended, Running, Sandbox, base_variables, owned_folder, wait_until
-from tests.system.namespaces import NetworkHost
 
 _USER = 10_001
 _NETWORK = "10.231.64"

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.lib.namespaces import NetworkHost
 from tests.control_plane.postgres import require_postgres
 from tests.install.containers import wait_until
-from tests.system.namespaces import NetworkHost
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.lib.namespaces import NetworkHost
 from tandem_engine.ops.cpu.compile import KernelsUnavailable, compile_kernels
 from tests.system.container import ROOT, SHARED_MEMORY_BYTES, _parents, _read_only_root
-from tests.system.namespaces import NetworkHost
 
 PREFIX = "/opt/tandem"
 

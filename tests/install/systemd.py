@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.lib.namespaces import NetworkHost
 from infra.systemd.units import FOLDER, Unit, read, variables_of
 from tests.install.sandbox import Running, Sandbox, base_variables, kernels, owned_folder, wait_until
 from tests.install.streams import Load, first_token
 from tests.install.told import all_held, told
-from tests.system.namespaces import NetworkHost
 
 _USER = 64_123
 _NUM_STREAMS = 16

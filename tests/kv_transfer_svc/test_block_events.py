@@ -6,18 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_transfer_svc import host_points
+from kv_transfer_svc import event_stream, host_points
 from kv_transfer_svc.disk import DiskTier
 from kv_transfer_svc.host_points import HostPoints
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import HandleRow, TablesReply, TablesRequest
 from tandem_engine.scheduling.sample_points import is_sample_point
+from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InvalidRequest, PermissionDenied, StaleIncarnation
 from tandem_runtime.kv.client import KvClient
 from tests.certificates import Authority
 from tests.kv_transfer_svc.host import a_client, running_host, running_writer, until
+from tests.kv_transfer_svc.layout import a_layout
 from tests.kv_transfer_svc.test_host_cache import chain, fill_with_others, published, wanted
 from tests.kv_transfer_svc.writer import Writer
 
@@ -247,6 +253,137 @@ def test_a_second_stream_of_a_worker_replaces_what_the_first_has_told() -> None:
                 first.take(a_report(4))
         assert set(host.points_of("w")) == {a_key(2), a_key(3)}  # the first stream has ended, the second has not
     assert dict(host.items()) == {"": set()}
+
+
+def a_beat(incarnation: str = "w", num_running: int = 0) -> cp.HeartbeatRequest:
+    return cp.HeartbeatRequest(
+        worker_id="worker-1", incarnation=incarnation, load=pb.LoadReport(num_running=num_running)
+    )
+
+
+def test_the_latest_heartbeat_of_each_worker_goes_with_the_next_batch_to_each_reader() -> None:
+    host = HostPoints()
+    with host.reported() as pool, host.read() as reader:
+        list(reader.take())  # the snapshot
+        for number in range(3):
+            report = a_report(number, is_whole=number == 0)
+            report.heartbeat.CopyFrom(a_beat(num_running=number))
+            pool.take(report)
+        [batch] = reader.take()
+        assert list(batch.heartbeats) == [a_beat(num_running=2)] and len(batch.places) == 1
+        assert not list(reader.take()), "each goes once"
+        host.heartbeat(a_beat(num_running=7))
+        [batch] = reader.take()
+        assert list(batch.heartbeats) == [a_beat(num_running=7)] and not batch.places, "alone, if nothing else is there"
+
+
+def test_a_reader_that_begins_gets_heartbeats_with_its_snapshot_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_points, "_MAX_HEARTBEATS", 2)
+    host = HostPoints()
+    with host.read() as reader:
+        for number in range(3):
+            beat = a_beat()
+            beat.worker_id = f"worker-{number}"
+            host.heartbeat(beat)
+        [snapshot] = [batch for batch in reader.take() if batch.is_snapshot]
+        assert [beat.worker_id for beat in snapshot.heartbeats] == ["worker-0", "worker-1"], "as many as are kept"
+
+
+async def test_heartbeats_are_sent_although_no_pool_changes(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, a_client(host) as gateway:
+        batches = gateway.block_events()
+        assert (await anext(batches)).is_snapshot
+        host.service.points.heartbeat(a_beat())
+        async with asyncio.timeout(20):
+            while not (batch := await anext(batches)).heartbeats:
+                pass
+        assert list(batch.heartbeats) == [a_beat()]
+        await batches.aclose()
+
+
+async def test_the_auditor_gets_the_tables_between_block_events_as_by_a_call(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as gateway:
+        await writer.client.reserve(writer.handle(), writer.region_id, a_layout())
+        questions: asyncio.Queue[pb.AskTables | None] = asyncio.Queue()
+        async with aclosing(gateway.block_events(questions)) as batches:
+            snapshot = await anext(batches)
+            assert (snapshot.is_snapshot, snapshot.answers_tables) == (True, True)
+            questions.put_nowait(pb.AskTables(number=7, max_rows=4096))
+            while not (batch := await anext(batches)).HasField("tables"):
+                pass
+        part = batch.tables
+        assert (part.number, part.is_last, batch.number) == (7, True, 0)
+        told = TablesReply.FromString(part.data)
+        by_call = await host.service.Tables(TablesRequest(max_rows=4096), None)
+        assert len(told.handles) == 1
+        for reply in (told, by_call):
+            reply.ClearField("now_unix_ms")
+        assert told == by_call
+
+
+async def test_block_events_do_not_wait_for_all_parts_of_a_huge_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("_EVENT_SECONDS", "_HEARTBEAT_SECONDS"):
+        monkeypatch.setattr(event_stream, pause, 0.0)
+    points, asked = HostPoints(), asyncio.Queue[kv.BlockEventsRequest]()
+
+    async def requests() -> AsyncIterator[kv.BlockEventsRequest]:
+        while True:
+            yield await asked.get()
+
+    huge = TablesReply(handles=[HandleRow(handle_id=bytes(5_000_000))])
+    async with aclosing(event_stream.event_stream(points, lambda max_rows: huge, requests())) as batches:
+        assert (await anext(batches)).is_snapshot
+        asked.put_nowait(kv.BlockEventsRequest(tables=pb.AskTables(number=1)))
+        read = [await anext(batches)]
+        assert read[0].HasField("tables")
+        points.change("w", [b"8 bytes."], [])
+        while not read[-1].tables.is_last:
+            read.append(await anext(batches))
+        assert b"".join(batch.tables.data for batch in read) == huge.SerializeToString()
+        assert [batch.places[0].incarnation for batch in read[:20] if batch.places] == ["w"], "among the first parts"
+
+
+async def test_a_gateway_of_the_release_before_sends_one_request_and_gets_events(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, open_channel(host.address) as channel:
+        block_events: Any = channel.unary_stream(
+            "/tandem.v1.KvTransferService/BlockEvents",
+            request_serializer=kv.BlockEventsRequest.SerializeToString,
+            response_deserializer=kv.BlockEventBatch.FromString,
+        )
+        call = block_events(kv.BlockEventsRequest())
+        assert (await call.read()).is_snapshot
+        host.service.points.change("w", [b"8 bytes."], [])
+        places = (await call.read()).places
+        assert [(place.incarnation, place.stored) for place in places] == [("w", b"8 bytes.")]
+        call.cancel()
+
+
+async def test_a_gateway_that_hangs_up_leaves_no_reader_behind(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, a_client(host) as gateway:
+        async with reading(gateway) as seen:
+            await until(lambda: seen.num_snapshots == 1)
+            assert len(host.service.points._readers) == 1
+        await until(lambda: not host.service.points._readers)
+
+
+def test_a_heartbeat_beyond_all_measure_is_not_passed_on() -> None:
+    host = HostPoints()
+    report = a_report(1, is_whole=True)
+    report.heartbeat.CopyFrom(a_beat())
+    report.heartbeat.load.error = "x" * 40_000
+    with host.reported() as pool, host.read() as reader:
+        pool.take(report)
+        assert not any(batch.heartbeats for batch in reader.take())
+
+
+def test_a_heartbeat_of_another_worker_is_refused() -> None:
+    host = HostPoints()
+    report = a_report(1, is_whole=True)
+    report.heartbeat.CopyFrom(a_beat("another life"))
+    with host.reported() as pool, host.read() as reader:
+        with pytest.raises(InvalidRequest, match="its worker's"):
+            pool.take(report)
+        assert not any(batch.heartbeats for batch in reader.take())
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kv_transfer_svc.blocks.block import BlockKey
+from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.certificates.plaintext import Plaintext
 from tandem_runtime.errors import TandemError, Unavailable
 from tandem_runtime.kv_handle import HandleState
 from tests.certificates import Authority
-from tests.kv_transfer_svc.host import a_client, running_writer, until, watch_all
-from tests.kv_transfer_svc.layout import BLOCK_BYTES
+from tests.kv_transfer_svc.host import Host, a_client, closed, running_writer, until, watch_all
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 from tests.kv_transfer_svc.test_two_hosts import bytes_at
 from tests.kv_transfer_svc.transport.harness import everything_is_back, link_of, linked_host, sealed
 
@@ -60,6 +62,36 @@ async def test_a_stolen_kv_service_cannot_answer_in_the_holders_place(tmp_path: 
         await reader.release(other, "r")
         await writer.client.release_all(handle)
         await everything_is_back(here, there)
+
+
+async def test_a_prompt_passes_in_windows_between_hosts_with_certificates(tmp_path: Path) -> None:
+    """The KV service of the readers' host acknowledges in their name: the holder has to let it."""
+    fleet = Fleet(tmp_path)
+    async with (
+        linked_host(tmp_path, member=fleet.member()) as (here, _),
+        linked_host(tmp_path, member=(holder := fleet.member())) as (there, _),
+        running_writer(there, fleet.prefill) as writer,
+        a_client(here, fleet.decode) as reader,
+    ):
+        writer.holder_id = holder.identity.id
+        handle = writer.handle(num_blocks=2)
+        await writer.client.reserve(handle, writer.region_id, a_layout(), max_held_bytes=2 * BLOCK_BYTES)
+        watching = reader.watch(handle, "r", a_layout(), acknowledges=True)
+        for index, slot in enumerate((5, 3)):
+            last = closed(2) if index else None
+            await writer.client.seal(handle, [writer.slab(index, index, [slot])], last)
+            slab = (await anext(watching)).slab
+            assert await bytes_at(here, slab) == writer.block(slot)
+            await reader.acknowledge(handle, "r", index + 1)
+            await until(partial(_has_passed, there, handle, index + 1))
+        assert [event async for event in watching][-1].closed.num_blocks == 2
+        await reader.release(handle, "r")
+        await everything_is_back(here, there)
+
+
+def _has_passed(holder: Host, handle: pb.KvHandle, num_slabs: int) -> bool:
+    """Return whether the holder knows that the readers have copied that many slabs."""
+    return holder.store.find(handle).copied.num_by_all == num_slabs
 
 
 async def test_stored_blocks_are_fetched_from_the_named_kv_service_only(tmp_path: Path) -> None:

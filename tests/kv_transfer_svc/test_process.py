@@ -46,6 +46,12 @@ class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
         self.reply.heartbeat_interval_ms = 50
         return self.reply
 
+    async def Heartbeats(
+        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
+    ) -> AsyncIterator[cp.HeartbeatReply]:
+        async for request in requests:
+            yield await self.Heartbeat(request, context)
+
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         self.loads.put_nowait(request.load)
         return cp.HeartbeatReply(known=request.incarnation in self._known)

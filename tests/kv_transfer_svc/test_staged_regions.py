@@ -129,6 +129,21 @@ async def test_a_reader_that_says_nothing_ends_a_handle_that_cannot_pass_at_once
         assert isinstance(ended, kv.OwnerEvent.Ended) and ended.state == kv.HANDLE_STATE_ABORTED
 
 
+async def test_a_handle_that_nobody_reads_gives_its_slots_back_while_its_writer_renews(tmp_path: Path) -> None:
+    """The readers' KV service was killed before they came: they compute the prompt, and cannot say so."""
+    async with running_host(tmp_path) as host, running_writer(host) as writer:
+        handle = writer.handle(num_blocks=3)
+        await reserve(writer, handle)
+        owned = writer.client.own(writer.region_id)
+        await writer.client.seal(handle, [writer.slab(0, 0, [5]), writer.slab(1, 1, [6])])
+        for _ in range(3):
+            await writer.client.renew([handle])
+            host.put_forward(7.0)
+        ended = await anext(owned)
+        assert isinstance(ended, kv.OwnerEvent.Ended) and ended.state == kv.HANDLE_STATE_EXPIRED
+        assert host.store.leased_bytes == 0
+
+
 async def test_a_reader_that_says_nothing_reads_a_prompt_that_fits(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         handle = writer.handle(num_blocks=2)

@@ -89,6 +89,11 @@ class Fleet:
         self._running: asyncio.Task[int] | None = None
 
     @property
+    def settings(self) -> ControlPlaneSettings:
+        """The settings of the control plane; another gateway of the fleet has its own addresses, and else the same."""
+        return self._settings
+
+    @property
     def base_url(self) -> str:
         return f"http://{self.gateway.http_address}"
 
@@ -255,18 +260,21 @@ class Fleet:
 
     async def pools_are_full(self, seconds: float = 20.0) -> None:
         """Wait until no service holds anything for anyone, by its own figures."""
-        refusal = ""
+        found: dict[str, str] = {}
 
         async def nothing_is_left() -> bool:
-            nonlocal refusal
-            running = [worker_id for worker_id in self.services if self._is_running(worker_id)]
-            try:
-                return all([_is_idle(await self.stats(worker_id)) for worker_id in running])
-            except (Unavailable, PeerUnauthenticated) as error:  # a clock that was wrong a moment ago
-                refusal = error.message
-                return False
+            found.clear()
+            for worker_id in filter(self._is_running, self.services):
+                try:
+                    load = await self.stats(worker_id)
+                except (Unavailable, PeerUnauthenticated) as error:  # a clock that was wrong a moment ago
+                    found[worker_id] = error.message
+                else:
+                    if not _is_idle(load):
+                        found[worker_id] = str(load)
+            return not found
 
-        await until(nothing_is_left, seconds, lambda: f"{refusal}\n{self.tails(self.services)}")
+        await until(nothing_is_left, seconds, lambda: f"{found}\n{self.tails(self.services)}")
 
     def dispatcher(self, decode: str, prefill: str | None = None) -> Dispatcher:
         """Return a dispatcher that uses just these workers; without a prefill worker it runs aggregated."""
@@ -295,7 +303,7 @@ class PinnedRouter(Router):
     def choose(self, request: RoutingRequest, avoid: Any = ()) -> Route:
         decode, prefill = (_named(self._registry, name) if name else None for name in self._names)
         assert decode is not None, f"{self._names[0]} is not registered"
-        return Route(prefill, (decode,), "pinned by the test", {})
+        return Route(prefill, (decode,), "pinned by the test", {}, {})
 
 
 async def until(

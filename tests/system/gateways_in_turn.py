@@ -58,6 +58,8 @@ class Options:
     starts_last_again: bool = True
     """Whether the gateway of the last turn is started again, too."""
     clients_per_gateway: int = 3
+    think_seconds: float = 0.0
+    """The pause of a client between two answers."""
     has_prefill: bool = False
     max_tokens: int = 96
     gone_seconds: float = 3.0
@@ -250,6 +252,7 @@ class Run:
                     call = await self._ask(other, 1 - home, kind)
                 if call.end in ("refused", "unanswered"):
                     await asyncio.sleep(0.1)  # one starts and the other was just stopped
+                await asyncio.sleep(self._options.think_seconds)
 
     async def _ask(self, http: httpx.AsyncClient, index: int, kind: Kind) -> Call:
         call = Call(kind, index, self._lives[index])

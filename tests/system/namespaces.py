@@ -1,28 +1,17 @@
-"""Two hosts on one machine: network namespaces joined by a cable that is captured.
-
-A namespace belongs to a thread, and to the processes that are started on that thread. It has no name, so nothing is
-left of it when they have ended, however they ended.
-"""
+"""Two hosts on one machine, joined by a cable that is captured."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
 import socket
 import struct
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
 
 import pytest
 
-T = TypeVar("T")
+from benchmarks.lib.namespaces import NetworkHost, join, why_not
 
-_CLONE_NEWNET = 0x40000000
 _ETH_P_ALL = 0x0003
 _ETH_P_IP = 0x0800
 _SOL_PACKET = 263
@@ -33,29 +22,6 @@ _LARGEST_FRAME_BYTES = 1 << 17
 """Segmentation offload hands over frames far beyond the cable's 1,500 bytes."""
 
 
-class NetworkHost:
-    """A network of its own, with loopback and one cable."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
-        self.address = address
-        self._thread = ThreadPoolExecutor(1, f"host-{name}")
-        self.thread_id = self.run(_leave_network)
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on this host: the sockets that it opens and the processes that it starts are the host's."""
-        return self._thread.submit(work).result()
-
-    def ip(self, arguments: str) -> None:
-        """Run the command `ip` here."""
-        command = ["ip", *arguments.split()]
-        done = self.run(lambda: subprocess.run(command, capture_output=True, text=True, check=False))
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-
 @contextmanager
 def two_hosts() -> Iterator[tuple[NetworkHost, NetworkHost]]:
     """Make two hosts with a cable between them. Skips where this process may not."""
@@ -64,33 +30,14 @@ def two_hosts() -> Iterator[tuple[NetworkHost, NetworkHost]]:
         a, b = NetworkHost("a", "10.231.0.1"), NetworkHost("b", "10.231.0.2")
         for host in (a, b):
             opened.callback(host.close)
-            host.ip("link set lo up")
-        a.ip(f"link add cable type veth peer name cable netns /proc/{os.getpid()}/task/{b.thread_id}/ns/net")
-        for host, other in ((a, b), (b, a)):
-            host.ip(f"address add {host.address}/24 dev cable")
-            host.ip("link set cable up")
-            host.ip(f"route add default via {other.address}")  # a gateway names its address on this route in tokens
+        join(a, b)
         yield a, b
 
 
 def require_namespaces() -> None:
     """Skip with a sentence where no network can be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no command `ip`; install iproute2")
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            thread.submit(_leave_network).result()
-        except PermissionError as error:
-            pytest.skip(f"network namespaces need root (CAP_SYS_ADMIN): {error}")
-
-
-def _leave_network() -> int:
-    """Move the calling thread into a new, empty network; return the thread's id."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return threading.get_native_id()
+    if reason := why_not():
+        pytest.skip(reason)
 
 
 class Capture:

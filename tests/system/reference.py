@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 MARGIN = 1e-3
+torch.set_num_threads(1)  # two that wait for each other beside a fleet's processes take ten times as long
 
 
 def greedy(folder: Path, token_ids: Sequence[int], num_tokens: int) -> list[int]:

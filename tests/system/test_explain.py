@@ -32,7 +32,7 @@ from tests.system.streams import MODEL
 from tests.tandem_engine.encoder.checkpoints import make, make_with_head, write_sentence_files
 from tests.telemetry import Telemetry, collected
 
-NUM_REQUESTS = int(os.environ.get("TANDEM_EXPLAIN_REQUESTS", "360"))
+NUM_REQUESTS = int(os.environ.get("TANDEM_EXPLAIN_REQUESTS", "500"))
 SECONDS = 120 + NUM_REQUESTS
 AT_ONCE = 12
 NUM_FLOOD = 40
@@ -90,7 +90,7 @@ async def load(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Load]:
         async with Fleet(folder, local_prefill="auto") as fleet:
             fleet.start("kv", "kv-0")
             for index in range(2):
-                fleet.start("prefill", f"prefill-{index}", *SMALL)
+                fleet.start("prefill", f"prefill-{index}", *SMALL, "--prompt-grants")
                 fleet.start("decode", f"decode-{index}", *SMALL)
             fleet.start("encode", "embedder", "--model", str(embedder), "--num-threads", "1")
             fleet.start("encode", "ranker", "--model", str(ranker), "--num-threads", "1")
@@ -100,6 +100,7 @@ async def load(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Load]:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60, limits=limits, trust_env=False) as http:
                 await _ask_all(fleet, http, found)
+            async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60, trust_env=False) as http:
                 await _read_all(fleet, http, found, telemetry, folder)
             yield found
 
@@ -290,6 +291,20 @@ async def test_the_load_took_every_route(load: Load) -> None:
     assert {asked.is_stream for asked in load.asked} == {True, False}
 
 
+async def test_each_half_shows_what_its_worker_had_granted(load: Load) -> None:
+    by_mode: dict[str, list[Any]] = {"handed_over": [], "local": []}
+    for each in load.explained.values():
+        if (
+            each["state"] == "finished"
+            and each["admission"]
+            and not any(m["kind"] != "hand_over" for m in each["moves"])
+        ):
+            by_mode[each["route"]["mode"]].append(each["admission"])
+    assert any(admission["grant"] and admission["prefill_grant"] for admission in by_mode["handed_over"])
+    assert any(admission["grant"] for admission in by_mode["local"])
+    assert not any(admission["prefill_grant"] for admission in by_mode["local"])
+
+
 async def test_segments_follow_each_other_and_sum_to_the_time_to_the_first_token(load: Load) -> None:
     """Within 2 % or 0.5 ms, with what no segment has counted as error."""
     num_checked = 0
@@ -305,7 +320,7 @@ async def test_segments_follow_each_other_and_sum_to_the_time_to_the_first_token
         for segment in each["segments"]:
             assert segment["duration_ms"] >= 0 and segment["start_ms"] == pytest.approx(at, abs=0.05), each
             at = segment["start_ms"] + segment["duration_ms"]
-    assert num_checked >= 0.56 * NUM_REQUESTS, "200 of the 360"
+    assert num_checked >= 0.56 * NUM_REQUESTS, "280 of the 500"
 
 
 async def test_the_worker_that_brought_the_first_token_has_its_own_segment(load: Load) -> None:

@@ -26,9 +26,10 @@ from google.protobuf.message import DecodeError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.lib.namespaces import NetworkHost
 from tandem.v1 import types_pb2 as pb
 from tests.system.fleet import until
-from tests.system.namespaces import Capture, Captured, NetworkHost, two_hosts
+from tests.system.namespaces import Capture, Captured, two_hosts
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0

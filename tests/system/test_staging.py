@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from pathlib import Path
 
 from control_plane.dispatch.request_stream import RequestStream
@@ -55,7 +56,18 @@ async def test_prompts_larger_than_the_region_pass_through_it_whoever_reads_and_
         assert stats.counters["staging_slots"] == 20 < stats.kv.num_total_blocks
         assert stats.counters["blocks_staged"] >= 4 * _NUM_TOKENS // _BLOCK
         assert stats.counters["kv_seal_failures"] == 0
-        # 3. kill -9 of prefill while the prompt passes: decode computes the rest, and nothing is left anywhere.
+        # 3. The readers' KV service stops while two prompts fill the region, and dies: the next prompt finds it free.
+        fleet.services["kv-b"].kill(signal.SIGSTOP)
+        stuck = [
+            await fleet.dispatcher("decode-b", "prefill-a").submit(_request(prompts[index][::-1])) for index in (0, 3)
+        ]
+        await _until_the_region_is_full(fleet)
+        fleet.services["kv-b"].kill()
+        for stream, index in zip(stuck, (0, 3), strict=True):
+            assert await _tokens(stream) == greedy(folder, prompts[index][::-1], _NUM_ANSWER_TOKENS)
+        new = prompts[2][300:] + prompts[2][:300]
+        assert await _answer(fleet, new, "decode-a") == greedy(folder, new, _NUM_ANSWER_TOKENS)
+        # 4. kill -9 of prefill while the prompt passes: decode computes the rest, and nothing is left anywhere.
         stream = await fleet.dispatcher("decode-a", "prefill-a").submit(_request(prompts[1][::-1]))
         await _until_some_are_imported(fleet, "decode-a")
         fleet.services["prefill-a"].kill()
@@ -82,6 +94,12 @@ async def _tokens(stream: RequestStream) -> list[int]:
         pass
     [choice] = stream.state.choices
     return list(choice.tokens)
+
+
+async def _until_the_region_is_full(fleet: Fleet) -> None:
+    async with asyncio.timeout(30):
+        while (await fleet.stats("prefill-a")).counters["staging_slots_held"] < _STAGING_BYTES // _BYTES_PER_BLOCK:
+            pass
 
 
 async def _until_some_are_imported(fleet: Fleet, decode: str) -> None:

@@ -20,6 +20,7 @@ from control_plane.explain.explanation import (
     ClassCrossing,
     Explanation,
     GrantExplanation,
+    HandOverExplanation,
     Move,
     PhaseSpan,
     RouteExplanation,
@@ -64,7 +65,14 @@ EXPLANATION = Explanation(
         decode="decode-1",
         reason="the soonest of 2 prefill workers",
         candidates=[
-            Candidate("prefill", "prefill-0", 22.0, 0.0, 3.0, 19.0, 25.0, CachedTokens(64, 0, 0), is_chosen=True),
+            Candidate(
+                "prefill",
+                "prefill-0",
+                *(22.0, 0.0, 3.0, 19.0, 25.0),
+                CachedTokens(64, 0, 0),
+                is_chosen=True,
+                hand_over=HandOverExplanation("host-a", "host-b", 3 << 20, 2.5, 22.5, 0.0, 100 << 20),
+            ),
             SECOND,
         ],
         runner_up=SECOND,
@@ -95,6 +103,23 @@ def test_an_explanation_shows_time_route_moves_and_cost() -> None:
     assert "3.00 MiB over shm, 120 tokens, in 2.5 ms" in text
     assert "56 computed, 64 cached (60 from the pool, 4 from the store)" in text
     assert "1.500000 neurons" in text
+    expected = "hand-over from host-a to host-b: 3.0 MiB at 100.0 MiB/s; 2.5 ms + 22.5 ms for the rest"
+    assert f"{expected}\n" in re.sub(r" +\n", "\n", text)
+
+
+def test_an_explanation_shows_what_was_expected_of_the_soonest_hand_over_if_there_was_none() -> None:
+    assert EXPLANATION.route is not None
+    late = HandOverExplanation("host-a", "host-b", 3 << 20, 80.0, 300.0, 40.0, 10 << 20)
+    sooner = HandOverExplanation("host-c", "host-b", 3 << 20, 80.0, 200.0, 40.0, 15 << 20)
+    candidates = [
+        Candidate("prefill", "prefill-0", 520.0, 0.0, 0.0, 100.0, 420.0, hand_over=late),
+        Candidate("prefill", "prefill-2", 420.0, 0.0, 0.0, 100.0, 320.0, hand_over=sooner),
+        Candidate("decode", "decode-1", 150.0, 0.0, 0.0, 100.0, is_chosen=True),
+    ]
+    route = replace(EXPLANATION.route, mode="local", prefill="", candidates=candidates)
+    text = _text(replace(EXPLANATION, route=route).to_json(), width=120)
+    assert "host-c to host-b: 3.0 MiB at 15.0 MiB/s; 80.0 ms + 200.0 ms for the rest + 40.0 ms for room in the" in text
+    assert "host-a" not in text
 
 
 def test_an_explanation_shows_how_the_request_stood_when_it_came() -> None:
@@ -103,9 +128,12 @@ def test_an_explanation_shows_how_the_request_stood_when_it_came() -> None:
     assert "predicted device time 130.0 ms; its account's counter for the model was at 5,200.0 ms" in text
     assert "grant" not in text
     assert EXPLANATION.admission is not None
-    granted = replace(EXPLANATION.admission, grant=GrantExplanation(17, 4096, 3))
+    granted = replace(
+        EXPLANATION.admission, grant=GrantExplanation(17, 4096, 3), prefill_grant=GrantExplanation(2, 500, 1)
+    )
     text = _text(replace(EXPLANATION, admission=granted).to_json(), width=120)
-    assert "grant 17 left 3 requests and 4,096 tokens there" in text
+    assert "grant 17 left 3 requests and 4,096 tokens at decode" in text
+    assert "grant 2 left 1 requests and 500 tokens at prefill" in text
     at_once = replace(EXPLANATION, admission=AdmissionExplanation("default", 0.0, 0, 130.0, 0.0))
     assert "class default, nobody waited\n" in re.sub(r" +\n", "\n", _text(at_once.to_json(), width=120))
     of_release_before = EXPLANATION.to_json()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,17 @@ class ControlPlane(ControlPlaneServiceServicer):
         self.public_keys = [PUBLIC_KEY]
         self.link_key = b""
         self.refuse: errors.TandemError | None = None
+        self.has_stream = True
+        self.refuse_beat: errors.TandemError | None = None
+        """Raised for the next heartbeat."""
+        self.silent = False
+        """Whether it answers no more heartbeats, as a process that was stopped."""
+        self.num_streams = 0
+        self._context: Any = None
+        self._writing = asyncio.Lock()
+        self.next_ms = 0
+        self.num_calls = 0
+        """Heartbeats that came as calls of their own."""
         self.address = ""
         self._changed = asyncio.Condition()
         self._server: GrpcServer | None = None
@@ -65,12 +77,38 @@ class ControlPlane(ControlPlaneServiceServicer):
             kv_services=self.kv_services,
         )
 
+    async def Heartbeats(  # type: ignore[override]
+        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
+    ) -> None:
+        if not self.has_stream:
+            raise errors.Unsupported("Method not found!")
+        self.num_streams += 1
+        self._context = context
+        async for request in requests:
+            await self.say(await self._heard(request))
+
+    async def say(self, reply: cp.HeartbeatReply) -> None:
+        """Write to the latest stream."""
+        async with self._writing:
+            await self._context.write(reply)
+
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
+        self.num_calls += 1
+        return await self._heard(request)
+
+    async def _heard(self, request: cp.HeartbeatRequest) -> cp.HeartbeatReply:
+        if self.beats and self.silent:
+            await asyncio.Event().wait()
+        if self.refuse_beat is not None:
+            error, self.refuse_beat = self.refuse_beat, None
+            raise error
         async with self._changed:
             self.beats.append(request)
             self._changed.notify_all()
         known = request.worker_id in self.workers
-        return cp.HeartbeatReply(known=known, replicas=self.replicas, kv_services=self.kv_services)
+        return cp.HeartbeatReply(
+            known=known, replicas=self.replicas, kv_services=self.kv_services, next_ms=self.next_ms
+        )
 
     async def Deregister(self, request: cp.DeregisterRequest, context: Any) -> cp.DeregisterReply:
         async with self._changed:
@@ -93,6 +131,10 @@ class ControlPlane(ControlPlaneServiceServicer):
 
 def knows_w1(control: ControlPlane) -> bool:
     return "w1" in control.workers
+
+
+def has_beats(num: int, control: ControlPlane) -> bool:
+    return len(control.beats) == num
 
 
 INFO = pb.WorkerInfo(worker_id="w1", incarnation="00000000000000aa", role=pb.WORKER_ROLE_DECODE, host_id="h1")
@@ -133,7 +175,74 @@ async def test_a_worker_registers_beats_and_takes_its_leave() -> None:
         assert control.beats[0].load == ready()
         assert (control.beats[0].worker_id, control.beats[0].incarnation) == ("w1", INFO.incarnation)
         assert control.num_registrations == 1
+        assert (control.num_streams, control.num_calls) == (1, 0), "all heartbeats are on one stream"
     assert control.workers == {}
+    await control.kill()
+
+
+async def test_a_control_plane_of_an_earlier_release_gets_a_call_for_each_heartbeat() -> None:
+    control = ControlPlane()
+    control.has_stream = False
+    async with registrar(await control.start()) as worker:
+        await control.until(knows_w1)
+        await control.more_beats()
+        assert (control.num_calls, control.num_streams, control.num_registrations) == (len(control.beats), 0, 1)
+        assert worker.num_registered == 1
+        # its successor at this address has the stream
+        await control.kill()
+        successor = ControlPlane()
+        await successor.start(control.address)
+        await successor.until(knows_w1)
+        await successor.more_beats()
+        assert successor.num_streams == 1
+        assert successor.num_calls <= 1, "the one that found out that this is another process"
+    await successor.kill()
+
+
+async def test_a_control_plane_that_does_not_reply_to_a_heartbeat_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "CALL_SECONDS", 0.2)
+    control = ControlPlane()
+    async with registrar(await control.start()):
+        await control.until(lambda control: bool(control.beats))
+        control.silent = True
+        await control.until(lambda control: control.num_registrations == 2)
+        control.silent = False
+        await control.until(lambda control: control.num_streams >= 2)
+        await control.more_beats()
+    await control.kill()
+
+
+async def test_a_control_plane_that_hears_from_the_host_gets_few_heartbeats_and_may_ask_for_one() -> None:
+    control = ControlPlane()
+    control.next_ms = 3_600_000
+    async with registrar(await control.start()) as worker:
+        await control.until(lambda control: bool(control.beats))
+        service = cp.KvServiceAddress(address="a:1", incarnation="k1", host_id="h1")
+        control.kv_services = [service]
+        for num_beats in (2, 3):  # far sooner than in an hour
+            await control.say(cp.HeartbeatReply(known=True, kv_services=[service]))
+            await control.until(partial(has_beats, num_beats))
+        assert worker.kv_service() == service, "of the question already"
+        # What the worker itself has to say does not wait either.
+        worker.beat_now()
+        await control.until(partial(has_beats, 4))
+        assert (control.num_streams, control.num_registrations) == (1, 1)
+        # Nor does a control plane that was started anew.
+        await control.kill()
+        again = ControlPlane()
+        await again.start(control.address)
+        await again.until(knows_w1)
+    await again.kill()
+
+
+async def test_a_heartbeat_that_is_refused_ends_the_stream_and_the_worker_registers_again() -> None:
+    control = ControlPlane()
+    async with registrar(await control.start()):
+        await control.until(lambda control: bool(control.beats))
+        control.refuse_beat = errors.StaleIncarnation("worker w1 is another process now")
+        await control.until(lambda control: control.num_registrations == 2)
+        await control.more_beats()
+        assert (control.num_streams, control.num_calls) == (2, 0)
     await control.kill()
 
 

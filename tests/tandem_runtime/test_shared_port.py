@@ -48,6 +48,12 @@ class _Gateway(ControlPlaneServiceServicer):
         self.peers.append((true_peer(context.peer()), is_in_plaintext()))
         return cp.RegisterReply()
 
+    async def Heartbeats(
+        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
+    ) -> AsyncIterator[cp.HeartbeatReply]:
+        async for request in requests:
+            yield await self.Heartbeat(request, context)
+
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         return cp.HeartbeatReply(known=True)
 

@@ -29,8 +29,8 @@ class FollowedLink(KvLink):
         self.host = host
         self.follow(self._found, on_change)
 
-    def move(self, host: Host) -> None:
-        """Follow another KV service, as after a restart."""
+    def move(self, host: Host | None) -> None:
+        """Follow another KV service, as after a restart; None: there is none."""
         self.host = host
         self._wake.set()
 

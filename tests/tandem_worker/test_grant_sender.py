@@ -11,6 +11,7 @@ from tandem_engine import messages
 from tandem_engine.messages import Reserved
 from tandem_worker.grant_sender import GrantSender
 from tandem_worker.requests import GatewayStream
+from tandem_worker.worker_room import PoolRoom
 from tests.tandem_worker.scripted_engine import output
 from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, received, submit
 
@@ -20,7 +21,7 @@ FREE = BLOCKS * BLOCK_TOKENS
 
 @asynccontextmanager
 async def granting(max_num_seqs: int = 4) -> AsyncIterator[Harness]:
-    async with harness(grants=GrantSender(max_num_seqs)) as here:
+    async with harness(grants=GrantSender(PoolRoom(max_num_seqs))) as here:
         yield here
 
 
@@ -91,6 +92,22 @@ async def test_what_has_come_takes_room_until_it_has_ended() -> None:
         assert kinds(events) == ["step", "grant"]
         assert events[1].grant.num_requests == 1 + PLACES
         assert events[1].grant.num_tokens == 40 + 100, "an idle worker takes it; the rest is for its growth"
+
+
+async def test_tables_name_each_gateway_with_what_it_has_submitted_and_still_may() -> None:
+    async with granting() as here:
+        stream = attached(here)
+        stream.gateway_id = "gateway-1"
+        (row,) = here.front.tables(10).attachments
+        assert (row.gateway_id, row.num_requests_submitted, row.num_requests_granted) == ("gateway-1", 0, 0)
+        first = await grant(stream)
+        here.front.submit(stream, counted("a", 20))
+        (row,) = here.front.tables(10).attachments
+        assert (row.num_tokens_submitted, row.num_requests_submitted) == (20, 1)
+        assert row.num_tokens_granted == first.num_tokens - 20
+        assert row.num_requests_granted == first.num_requests - 1
+        here.front.detach(stream)
+        assert not here.front.tables(10).attachments
 
 
 async def test_a_refusal_carries_a_grant_for_less_and_an_end_for_more() -> None:

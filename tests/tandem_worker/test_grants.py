@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem_worker.grants import RENEW_SECONDS, VALID_SECONDS, Demand, Grant, GrantDivider, Room, SlowStart
+from tandem_worker.grants import RENEW_SECONDS, VALID_SECONDS, Demand, Grant, GrantDivider, Room
+from tandem_worker.worker_room import SlowStart
 
 ROOM = Room(1000, 10)
 LATER = VALID_SECONDS + 1.0
@@ -61,6 +63,17 @@ def test_accounts_have_equal_parts_wherever_they_wait() -> None:
     assert [grants[name].num_requests for name in "ab"] == [10, 30], "half of x; half of x, and y"
 
 
+def test_a_grant_tells_the_gateways_part_of_the_worker() -> None:
+    divider = divider_of("a", "b", "c")
+    assert [grant.part for grant in divider.divide(Room(10_000, 40), 0.0).values()] == [1.0] * 3, "none waits"
+    divider.demanded("a", waits(60, x=60), 0.0)
+    divider.demanded("b", waits(80, x=60, y=20), 0.0)
+    grants = divider.divide(Room(10_000, 40), 1.0)
+    assert [grants[name].part for name in "abc"] == pytest.approx([1 / 4, 3 / 4, 1 / 3]), "c would have a third"
+    divider.detach("b")
+    assert divider.divide(Room(10_000, 40), 2.0)["a"].part == 1.0
+
+
 def test_one_place_at_a_time_goes_to_each_in_turn_by_weight() -> None:
     divider = divider_of("a", "b")
     served: list[str] = []
@@ -99,12 +112,13 @@ def test_unused_room_goes_to_who_needs_it_once_the_other_has_seen_its_lower_gran
     assert divider.divide(ROOM, 0.1)["a"].num_requests == 9
 
 
-def test_unused_room_is_free_again_when_the_grant_has_expired() -> None:
-    divider = divider_of("a", "b")
-    divider.divide(ROOM, 0.0)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_unused_room_is_free_again_when_the_grant_has_expired(in_order: bool) -> None:
+    divider, room = divider_of("a", "b"), replace(ROOM, in_order=in_order)
+    divider.divide(room, 0.0)
     divider.demanded("a", waits(100), 0.0)
-    divider.divide(ROOM, 0.0)
-    assert divider.divide(ROOM, LATER)["a"].num_requests == 9
+    divider.divide(room, 0.0)
+    assert divider.divide(room, LATER)["a"].num_requests == 9
 
 
 def test_a_gateway_that_left_gives_back_at_once() -> None:
@@ -121,6 +135,26 @@ def test_grants_are_renewed_and_otherwise_sent_only_if_they_say_something() -> N
     divider.divide(ROOM, 0.0)
     assert divider.divide(ROOM, RENEW_SECONDS / 2) == {}
     assert divider.divide(ROOM, RENEW_SECONDS) == {"a": Grant(2, 1000, 10)}
+
+
+def test_a_gateway_that_needs_nothing_for_some_seconds_gets_no_grants_until_it_does() -> None:
+    divider = divider_of("idle", "busy")
+    sent = {"idle": 0, "busy": 0}
+    for tick in range(40):
+        now = tick * RENEW_SECONDS / 2
+        divider.submitted("busy", 10, now)
+        for name, grant in divider.divide(ROOM, now).items():
+            sent[name] += 1
+            divider.seen(name, grant.number)
+    assert sent["idle"] <= 7 and sent["busy"] >= 20
+    # 1. A request comes without a grant. 2. Requests wait.
+    divider.submitted("idle", 10, 20.0)
+    assert divider.divide(ROOM, 20.0 + LATER)["idle"].num_requests >= 1
+    divider = divider_of("idle")
+    divider.divide(ROOM, 0.0)
+    assert divider.divide(ROOM, 10.0) == {}
+    divider.demanded("idle", waits(3), 10.0)
+    assert divider.divide(ROOM, 10.0)["idle"].num_requests == 10
 
 
 def test_a_large_request_is_passed_by_until_it_is_due_and_then_the_rest_is_kept_for_it() -> None:
@@ -148,11 +182,52 @@ def test_a_large_request_is_passed_by_until_it_is_due_and_then_the_rest_is_kept_
 def test_an_idle_worker_takes_a_request_of_any_size() -> None:
     divider = divider_of("a", "b")
     divider.demanded("a", Demand(5000, 16, 5000, 16), 0.0)
-    idle = Room(1000, 4, is_idle=True)
+    idle = Room(1000, 4, takes_any=True)
     grant = divider.divide(idle, 0.0)["a"]
     assert (grant.num_tokens, grant.num_requests) == (5000, 16)
     divider.seen("a", grant.number)
     assert divider.divide(Room(1000, 4), LATER)["a"].num_requests <= 4, "something runs there"
+
+
+def test_an_idle_worker_takes_first_what_was_passed_by_for_long() -> None:
+    divider = divider_of("large", "small")
+    divider.demanded("small", waits(50, 200), 0.0)
+    divider.demanded("large", waits(1, 900), 0.0)
+    for _ in range(30):
+        divider.submitted("large", 100, 0.0)
+    divider.divide(Room(100, 5), 0.0)
+    assert divider.divide(Room(100, 5, takes_any=True), 6.0)["large"].num_tokens == 3000 + 900
+
+
+def test_nothing_passes_the_first_where_room_is_granted_in_order() -> None:
+    divider = divider_of("large", "small")
+    divider.demanded("large", waits(1, 900), 0.0)
+    divider.demanded("small", waits(50, 100), 0.0)
+    assert divider.divide(Room(300, 9, in_order=True), 0.0)["small"].num_tokens == 0
+    assert divider.divide(Room(500, 9, in_order=True), 0.0) == {}
+    grants = divider.divide(Room(500, 9, takes_any=True, in_order=True), 0.1)
+    assert grants["large"].num_tokens == 900, "it takes longer than the window, and is not waited for forever"
+    divider.submitted("large", 900, 0.1)
+    divider.demanded("large", waits(1, 900), 0.1)
+    assert divider.divide(Room(400, 9, in_order=True), 0.1)["small"].num_tokens == 400
+    assert divider.outstanding()[0] == 400, "and the small ones go before the next large one"
+
+
+def test_a_gateway_that_waits_for_something_else_keeps_the_room_from_nobody_for_long() -> None:
+    divider = divider_of("picky", "needy")
+    room, used = Room(300, 9, in_order=True), {"picky": 0, "needy": 0}
+    divider.demanded("picky", waits(50, 100), 0.0)
+    divider.demanded("needy", waits(50, 100), 0.0)
+    for tick in range(100):
+        now = tick * 0.05
+        for name, grant in divider.divide(room, now).items():
+            divider.seen(name, grant.number)
+            num_free = grant.num_tokens - used[name]
+            if name == "needy" and num_free >= 100:
+                used[name] += num_free
+                for _ in range(num_free // 100):
+                    divider.submitted(name, 100, now)
+    assert used["needy"] >= 5 * 300, "one window of room in a second, or more"
 
 
 def test_who_begins_to_wait_has_no_credit_for_idle_time() -> None:
@@ -178,7 +253,7 @@ def test_a_new_worker_takes_a_few_requests_and_twice_as_many_with_each_first_tok
 class OneWorker(RuleBasedStateMachine):
     """A worker and its gateways, with messages on the way; requests have up to 100 of 1,000 tokens."""
 
-    CAPACITY, PLACES = 1000, 8
+    CAPACITY, PLACES, LARGEST = 1000, 8, 100
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +265,12 @@ class OneWorker(RuleBasedStateMachine):
 
     @property
     def room(self) -> Room:
-        return Room(self.CAPACITY - sum(self.running), self.PLACES - len(self.running), is_idle=not self.running)
+        return Room(self.CAPACITY - sum(self.running), self.PLACES - len(self.running), takes_any=not self.running)
+
+    @property
+    def most_tokens(self) -> int:
+        """That it has and has granted, in all."""
+        return self.CAPACITY
 
     def divide(self) -> None:
         for key, grant in self.divider.divide(self.room, self.now).items():
@@ -204,7 +284,7 @@ class OneWorker(RuleBasedStateMachine):
         if kind == "submit":
             self.divider.submitted(key, value, self.now)
             self.running.append(value)
-            assert sum(self.running) <= self.CAPACITY and len(self.running) <= self.PLACES
+            assert sum(self.running) <= self.most_tokens and len(self.running) <= self.PLACES
         else:
             demand, number = value
             self.divider.seen(key, number)
@@ -234,16 +314,18 @@ class OneWorker(RuleBasedStateMachine):
         self.divide()
 
     @precondition(lambda self: self.gateways)
-    @rule(data=st.data(), num=st.integers(0, 6), size=st.integers(1, 100))
-    def demand(self, data: st.DataObject, num: int, size: int) -> None:
+    @rule(data=st.data(), num=st.integers(0, 6), part=st.integers(1, 100))
+    def demand(self, data: st.DataObject, num: int, part: int) -> None:
+        size = part * self.LARGEST // 100
         gateway = self.gateways[data.draw(st.sampled_from(sorted(self.gateways)))]
         gateway["demand"] = Demand(num * size, num, size if num else 0)
         number = gateway["grant"].number if gateway["grant"] else 0
         gateway["up"].append((self.now, "demand", (gateway["demand"], number)))
 
     @precondition(lambda self: self.gateways)
-    @rule(data=st.data(), size=st.integers(1, 100))
-    def submit(self, data: st.DataObject, size: int) -> None:
+    @rule(data=st.data(), part=st.integers(1, 100))
+    def submit(self, data: st.DataObject, part: int) -> None:
+        size = part * self.LARGEST // 100
         gateway = self.gateways[data.draw(st.sampled_from(sorted(self.gateways)))]
         grant: Grant | None = gateway["grant"]
         if grant is None or self.now >= gateway["until"]:
@@ -283,12 +365,40 @@ class OneWorker(RuleBasedStateMachine):
     @invariant()
     def no_more_is_granted_than_there_is(self) -> None:
         num_tokens, num_requests = self.divider.outstanding()
-        assert num_tokens <= self.room.num_tokens
+        assert num_tokens <= self.most_tokens - sum(self.running)
         assert num_requests <= self.room.num_requests
+
+
+class OnePrefillWorker(OneWorker):
+    """Its room is a window of work, requests are up to twice as large, and it has a part of one when that ends."""
+
+    CAPACITY, PLACES, LARGEST = 300, 8, 600
+
+    @property
+    def room(self) -> Room:
+        num_left = sum(self.running)
+        num_places, takes_any = self.PLACES - len(self.running), 2 * num_left <= self.CAPACITY
+        return Room(
+            max(0, self.CAPACITY - num_left), num_places, most_tokens=10_000, takes_any=takes_any, in_order=True
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        return self.CAPACITY // 2 + self.LARGEST
+
+    @precondition(lambda self: self.running)
+    @rule(num=st.integers(1, 200))
+    def compute(self, num: int) -> None:
+        self.running[0] -= min(num, self.running[0])
+        if not self.running[0]:
+            self.running.pop(0)
+        self.divide()
 
 
 OneWorker.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestOneWorker = OneWorker.TestCase
+OnePrefillWorker.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestOnePrefillWorker = OnePrefillWorker.TestCase
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2, 5])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import PoolPoints
 from tandem_runtime.server import GrpcServer
+from tandem_worker import pool_reporter
 from tandem_worker.pool_reporter import PoolReporter
 from tests.kv_transfer_svc.host import Host, running_host
 from tests.tandem_worker.kv_harness import FollowedLink, until
@@ -43,6 +49,39 @@ async def test_each_kv_service_gets_all_points_first_and_then_changes(tmp_path: 
         await reporter.close()
         await until(lambda: points_at(second) is None)
         await link.close()
+
+
+async def test_a_heartbeat_goes_with_the_reports_and_its_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_reporter, "_HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(pool_reporter, "_REPORT_SECONDS", 0.01)
+    numbers, lost = itertools.count(), asyncio.Event()
+
+    def heartbeat() -> cp.HeartbeatRequest:
+        load = pb.LoadReport(num_running=next(numbers))
+        return cp.HeartbeatRequest(worker_id="w", incarnation="worker-1", load=load)
+
+    async with running_host(tmp_path) as host:
+        link = FollowedLink(host)
+        reporter = PoolReporter(link, "worker-1")
+        reporter.relay(heartbeat, lost.set)
+        with host.service.points.read() as reader:
+            seen: list[int] = []
+
+            def has_three() -> bool:
+                seen.extend(beat.load.num_running for batch in reader.take() for beat in batch.heartbeats)
+                return len(seen) >= 3
+
+            reporter.start()
+            await until(has_three)
+            assert seen == sorted(set(seen)) and not lost.is_set(), "the pool has not changed, and each one is newer"
+        reporter.take(PoolPoints(A, b""))
+        await until(lambda: points_at(host) == {A})
+    async with asyncio.timeout(20):
+        await lost.wait()
+    await reporter.close()
+    await link.close()
 
 
 async def test_a_service_without_such_reports_is_asked_once(tmp_path: Path) -> None:

@@ -12,14 +12,18 @@ import pytest
 
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
+from tandem.v1.tables_pb2 import HandleRow, TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainRequest
 from tandem_engine.messages import AddRequest
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
+from tandem_runtime.kv.table_parts import answer_parts
 from tandem_runtime.server import GrpcServer
 from tandem_worker.grant_sender import GrantSender
 from tandem_worker.model_card import AssetStore
+from tandem_worker.requests import GatewayStream
 from tandem_worker.service import WorkerService
+from tandem_worker.worker_room import PoolRoom
 from tests.tandem_worker.kv_harness import until
 from tests.tandem_worker.scripted_engine import output, step
 from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, submit
@@ -67,7 +71,7 @@ async def test_a_gateway_that_hangs_up_takes_its_requests_with_it() -> None:
 
 
 async def test_a_gateway_that_uses_grants_is_granted_room_and_hears_of_what_waits_elsewhere() -> None:
-    async with served(GrantSender(4)) as (_, stub):
+    async with served(GrantSender(PoolRoom(4))) as (_, stub):
         one, other, old = stub.Attach(), stub.Attach(), stub.Attach()
         attached = hello()
         attached.hello.uses_grants = True
@@ -206,3 +210,74 @@ async def test_a_worker_that_is_about_to_end_cannot_be_resumed() -> None:
         here.front.state.start_draining()
         with pytest.raises(InvalidRequest, match="about to end"):
             await stub.Drain(DrainRequest(incarnation="worker-1", resume=True))
+
+
+def ask_tables(number: int = 1) -> pb.AskTables:
+    return pb.AskTables(number=number, max_rows=4096)
+
+
+async def test_the_auditor_gets_the_tables_over_attach_as_by_a_call() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        await call.write(hello())
+        assert (await call.read()).hello.answers_tables
+        await command(call, submit=submit())
+        await until(lambda: bool(here.engine.sent_of(AddRequest)))
+        await command(call, tables=ask_tables())
+        part = (await call.read()).tables
+        assert (part.number, part.is_last) == (1, True)
+        told, by_call = TablesReply.FromString(part.data), await stub.Tables(TablesRequest(max_rows=4096))
+        assert [row.request_id for row in told.requests] == ["r"]
+        for reply in (told, by_call):
+            reply.ClearField("now_unix_ms")
+            reply.requests[0].ClearField("deadline_unix_ms")
+        assert told == by_call
+        call.cancel()
+
+
+async def test_tokens_wait_for_one_part_of_a_huge_table_at_most() -> None:
+    async with harness() as here:
+        stream = GatewayStream("g")
+        here.front.submit(stream, submit())
+        await until(lambda: bool(here.engine.sent_of(AddRequest)))
+        parts = answer_parts(ask_tables(), lambda max_rows: TablesReply(handles=[HandleRow(handle_id=bytes(200_000))]))
+        stream.send_tables(parts)
+        events = stream.events()
+        assert (await anext(events)).HasField("tables")
+        for position in (3, 4):
+            here.engine.emit(step([output("r.0", position, [7])]))
+        await until(lambda: stream._queue.qsize() == 3)
+        assert kinds([await anext(events) for _ in range(4)]) == ["tables", "step", "step", "tables"]
+        rest = [await anext(events) for _ in range(len(parts) - 3)]
+        assert [event.tables for event in rest] == parts[3:]
+
+
+async def test_a_later_question_is_answered_and_the_rest_of_the_earlier_answer_is_left_out() -> None:
+    stream = GatewayStream("g")
+    parts = [pb.TablesPart(number=number, is_last=is_last) for number in (1, 2) for is_last in (False, False, True)]
+    stream.send_tables(parts[:3])
+    events = stream.events()
+    assert (await anext(events)).tables == parts[0]
+    stream.send_tables(parts[3:])
+    stream.send(pb.Event(hello=pb.AttachHello()))
+    assert [(await anext(events)).WhichOneof("kind") for _ in range(4)] == ["tables", "hello", "tables", "tables"]
+    stream.close()
+    assert [event async for event in events] == []
+
+
+async def test_tables_that_cannot_be_made_end_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (here, stub):
+
+        def broken(max_rows: int) -> TablesReply:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(here.front, "tables", broken)
+        call = stub.Attach()
+        await call.write(hello())
+        assert (await call.read()).HasField("hello")
+        await command(call, submit=submit())
+        await command(call, tables=ask_tables())
+        assert "could not be made" in (await call.read()).tables.error.message
+        here.engine.emit(step([output("r.0", 3, [7])]))
+        assert (await call.read()).HasField("step")
+        call.cancel()

@@ -24,7 +24,7 @@ def tables(connector: KVConnector, *requests: ActiveRequest, max_rows: int = 10)
     table = RequestTable()
     for request in requests:
         table.add(request)
-    return worker_tables("worker-1", table, connector, POOL, max_rows)
+    return worker_tables("worker-1", table, connector, POOL, (), max_rows)
 
 
 async def test_prefill_names_the_handles_it_holds_blocks_for_until_they_end(tmp_path: Path) -> None:

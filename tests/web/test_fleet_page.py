@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Locator, Page
+from playwright.async_api import Browser
 
 from tandem.v1 import types_pb2 as pb
 from tests.herd import GIB, load_of
-from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet
-from tests.web.browser import expect, opened
+from tests.web.browser import expect, opened, row
 from tests.web.conftest import OTHER_MODEL, Large, large
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
-
-
-def row(page: Page, name: str) -> Locator:
-    return page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=re.compile(rf"^{name}\b")))
-
-
-async def mebibytes(page: Page, owner: str) -> float:
-    """Return what the legend of a host's memory says that an owner has."""
-    text = await page.locator(".legend li", has_text=owner).first.locator("b").inner_text()
-    number, unit = text.split()
-    return float(number) * {"MiB": 1, "GiB": 1024}[unit]
 
 
 async def test_two_hundred_workers_are_folded_by_host_and_found_by_a_search(
@@ -121,20 +108,6 @@ async def test_a_worker_drains_after_a_question_and_is_taken_back(browser: Brows
         await expect(row(page, "decode-1")).to_contain_text("ready")
         await page.get_by_role("link", name="Events").click()
         await expect(page.locator(".events li", has_text="worker draining").first).to_be_visible()
-
-
-async def test_memory_falls_when_a_worker_ends(browser: Browser, web_fleet: Fleet, tiny_model: Path) -> None:
-    flags = ("--model", str(tiny_model), "--served-model-name", OTHER_MODEL)
-    extra = web_fleet.start("decode", "decode-2", *SMALL, *flags)
-    await web_fleet.ready("decode-2")
-    async with opened(browser, f"{web_fleet.base_url}/#/fleet") as page:
-        await expect(row(page, "decode-2")).to_contain_text("ready")
-        before = await mebibytes(page, "Decode")
-        extra.kill(signal.SIGTERM)
-        await web_fleet.ended(extra)
-        del web_fleet.services["decode-2"]
-        await expect(row(page, "decode-2")).to_have_count(0)
-        assert await mebibytes(page, "Decode") < before - 50
 
 
 def _with_unknown_owners(load: pb.LoadReport) -> pb.LoadReport:

@@ -20,7 +20,8 @@ from control_plane.accounts.identity import Identity
 from control_plane.accounts.limits import Limits
 from control_plane.accounts.store import LAST_MS, Account, AccountStore
 from control_plane.accounts.tokens import SCOPES, Token, now_ms
-from control_plane.api.http.body import Body, Checked, check, read_json_object, refuse_extras
+from control_plane.api.http.body import Body, Checked, check, refuse_extras
+from control_plane.api.http.body_reading import read_json_object
 from control_plane.api.http.bounds import MAX_SCOPES, MAX_SHOWN_CHARACTERS
 from control_plane.api.http.paging import page_of
 from tandem_runtime.errors import InvalidRequest

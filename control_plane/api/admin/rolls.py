@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.api.http.body import Body, check, read_json_object, refuse_extras
+from control_plane.api.http.body import Body, check, refuse_extras
+from control_plane.api.http.body_reading import read_json_object
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from control_plane.api.encoders import embeddings, rerank
 from control_plane.api.encoders.responses import written
-from control_plane.api.http.body import body_is_prepared, read_body
+from control_plane.api.http.body_reading import body_is_prepared, read_body
 from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import while_connected

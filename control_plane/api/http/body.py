@@ -1,4 +1,7 @@
-"""Turns an HTTP body into a checked value, or into an error that names the field, its value and the remedy."""
+"""Turns an HTTP body into a checked value, or into an error that names the field, its value and the remedy.
+
+Plain code: it runs in text processes, without the gateway's database and server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticKnownError
-from starlette.requests import Request
 
 from control_plane.api.http.bounds import (
     MAX_ARGUMENTS_BYTES,
@@ -19,9 +21,7 @@ from control_plane.api.http.bounds import (
     MAX_JSON_DEPTH,
     MAX_SHOWN_CHARACTERS,
 )
-from control_plane.api.http.connections import BodyHold
-from control_plane.api.http.errors import BodyMissing, BodyTooLarge
-from control_plane.api.http.request_context import caller_of, services_of, timeline_of
+from control_plane.api.http.errors import BodyMissing
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 
@@ -81,43 +81,6 @@ ObjectOrText = Annotated[
 ]
 
 Checked = TypeVar("Checked", bound=Body)
-
-
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object, whatever its Content-Type. Raise InvalidRequest or BodyTooLarge."""
-    return parse_object(await read_body(request))
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body. Raise BodyTooLarge, by Content-Length before any of it is read, or AccountBodiesFull.
-
-    Its bytes count as the account's until `body_is_prepared`.
-    """
-    limit_bytes = services_of(request).settings.max_body_bytes
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > len(str(limit_bytes)) or int(length) > limit_bytes):
-        raise _too_large(limit_bytes)
-    hold: BodyHold | None = getattr(request.state, "body_hold", None)  # a test without the server has none
-    if hold is not None:
-        hold.belongs_to(caller_of(request).account)
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > limit_bytes:
-            raise _too_large(limit_bytes)
-    timeline_of(request).end("body")
-    return bytes(raw)
-
-
-def body_is_prepared(request: Request) -> None:
-    """Count the bytes of the request's body no longer."""
-    hold: BodyHold | None = getattr(request.state, "body_hold", None)
-    if hold is not None:
-        hold.release()
-
-
-def _too_large(limit_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send a smaller body")
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

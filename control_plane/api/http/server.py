@@ -50,6 +50,12 @@ _SLACK_BYTES = 64 * 1024
 """Bytes of a body beyond the limit that a connection takes while the application refuses the body."""
 _SMALL_BYTES = 64 * 1024
 """After an early answer, the rest of a body up to this size is read, and the connection lives on."""
+_IDLE_SECONDS = 75
+"""A connection without a request is closed after so long: later than clients and proxies close theirs.
+
+httpx, so the SDKs of OpenAI and Cloudflare, uses a connection again for 5 s (undici of Node.js for 4 s, nginx and AWS's
+balancers for 60 s). uvicorn's default is 5 s too: a request that was sent at that moment was answered with a reset.
+"""
 _FRAMING_RATIO = 4
 """Bytes of chunk framing per byte of body: a chunk needs two bytes or more on average."""
 
@@ -78,6 +84,7 @@ def server_config(
         proxy_headers=bool(forwarded_allow_ips),
         forwarded_allow_ips=list(forwarded_allow_ips),
         backlog=_ACCEPTS_PER_TURN,
+        timeout_keep_alive=_IDLE_SECONDS,
         **options,
     )
 

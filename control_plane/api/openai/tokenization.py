@@ -1,4 +1,7 @@
-"""/tokenize and /detokenize, in the form that vLLM gave them: tools count prompts with them."""
+"""The bodies of /tokenize and /detokenize, in the form that vLLM gave them: tools count prompts with them.
+
+Plain code: it runs in text processes.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,11 @@ from typing import Annotated, Any, ClassVar, TypedDict
 
 import msgspec
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from control_plane.api.chat_fields import ChatTemplateFields, Messages, Tools, messages_for_template, tool_use
 from control_plane.api.generation_fields import TokenId
-from control_plane.api.http.body import Body, check, parse_object, read_body, refuse_extras
+from control_plane.api.http.body import Body, check, parse_object, refuse_extras
 from control_plane.api.http.bounds import MAX_MODEL_CHARACTERS, MAX_PROMPT_TOKENS
-from control_plane.api.http.request_context import caller_of, services_of
-from control_plane.api.http.sse import while_connected
 from control_plane.generation import ModelFacts
 from control_plane.text.prepared import NOBODY, Asked, Conversion, TextJob
 from control_plane.text.request import ChatRequest, CompletionRequest, check_token_ids, prompt_ids
@@ -88,13 +86,6 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
-def routes() -> list[Route]:
-    return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-    ]
-
-
 def parse(job: TextJob, raw: bytes) -> Conversion:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
     value = parse_object(raw)
@@ -158,18 +149,3 @@ def _array(ids: Sequence[int], values: Callable[[Sequence[int]], list[Any]]) -> 
     """Write one value for each token as a JSON array, piece by piece: memory is bounded by a piece."""
     pieces = (ids[start : start + _PIECE_TOKENS] for start in range(0, len(ids), _PIECE_TOKENS))
     return b"[" + b",".join(msgspec.json.encode(values(piece))[1:-1] for piece in pieces) + b"]"
-
-
-async def tokenize(request: Request) -> Response:
-    """Return the token ids of a prompt or a chat: {count, max_model_len, tokens, token_strs}."""
-    return await _convert(request, TextJob("tokenize"))
-
-
-async def detokenize(request: Request) -> Response:
-    """Return the text of token ids: {prompt}."""
-    return await _convert(request, TextJob("detokenize"))
-
-
-async def _convert(request: Request, job: TextJob) -> Response:
-    converting = services_of(request).text.convert(job, await read_body(request), caller_of(request), parse)
-    return Response(await while_connected(request, converting), media_type="application/json")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from control_plane.api.encoders import routes as encoders
-from control_plane.api.http.body import body_is_prepared, read_body
+from control_plane.api.http.body_reading import body_is_prepared, read_body
 from control_plane.api.http.bounds import check_model_name
 from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of

@@ -6,12 +6,13 @@ which knows links and an event loop.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from control_plane.admission import worker_rooms
 from control_plane.admission.worker_rooms import SentCall, WorkerRooms
 from control_plane.fleet.registry import Worker
 from control_plane.routing.cost_model import RoutingRequest
+from control_plane.routing.room_search import Lack, find_room
 from control_plane.routing.router import Route
 from control_plane.simulator.engine import Job, Report
 from control_plane.simulator.policies.policy import Placement, PlacementPrice
@@ -20,7 +21,6 @@ from control_plane.simulator.profiles import FleetProfile
 from control_plane.simulator.traces import TraceRequest
 from tandem_runtime.errors import Overloaded
 
-_MAX_ROUTES = 3
 _MAX_CANDIDATES = 3
 _LONGEST_QUEUE_MS = 1000.0
 _SHORT_QUEUE_TOKENS = 4096
@@ -63,21 +63,14 @@ class AdmittedTandemPolicy(TandemPolicy):
     # -------------------------------------------------------------------------------------------- where there is room
 
     def routed(self, routing: RoutingRequest) -> Route | None:
-        avoid: set[str] = set()
-        for number in range(_MAX_ROUTES):
-            try:
-                route = self.router.choose(routing, avoid)
-            except Overloaded:
-                return None
-            narrowed = self._narrowed(route, routing, may_offer=not number)
-            if narrowed is not None:
-                return narrowed
-            avoid.update(worker.incarnation for worker in route.decodes)
-        return None
-
-    def _narrowed(self, route: Route, request: RoutingRequest, *, may_offer: bool) -> Route | None:
-        if route.prefill is not None and not self._takes_prompt(route.prefill, request):
+        try:
+            return find_room(self.router, routing, (), partial(self._narrowed, request=routing))
+        except Overloaded:
             return None
+
+    def _narrowed(self, route: Route, *, request: RoutingRequest, may_offer: bool) -> Route | Lack:
+        if route.prefill is not None and not self._takes_prompt(route.prefill, request):
+            return Lack.PREFILL
         decodes = []
         for rank, worker in enumerate(route.decodes):
             if route.prefill is None and not self._takes_prompt(worker, request):
@@ -90,7 +83,7 @@ class AdmittedTandemPolicy(TandemPolicy):
             )
             if has_room:
                 decodes.append(worker)
-        return replace(route, decodes=tuple(decodes[:_MAX_CANDIDATES])) if decodes else None
+        return route._replace(decodes=tuple(decodes[:_MAX_CANDIDATES])) if decodes else Lack.DECODE
 
     def _takes_prompt(self, worker: Worker, request: RoutingRequest) -> bool:
         num_queued = self.router.in_flight.prefill_tokens[worker.incarnation]

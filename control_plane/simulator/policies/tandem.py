@@ -192,7 +192,7 @@ class TandemPolicy:
             num_computed_tokens=job.num_computed,
             num_cached_tokens=job.num_cached,
         )
-        self.router.costs.prompt_read(reader.incarnation, ledger)
+        self.router.costs.prompt_read(reader, ledger)
         self._compare(flight, reader, job)
         entry = flight.decode if job.decodes else flight.prefill
         assert entry is not None
@@ -220,7 +220,13 @@ class TandemPolicy:
         flight.decode.remove()
         if flight.prefill_ledger is not None and hand_over_seconds is not None:
             end_ns = flight.prefill_ledger.first_token_ns + round(1e9 * hand_over_seconds)
-            self.router.costs.handed_over(flight.prefill_ledger, pb.PhaseLedger(transfer_end_ns=end_ns))
+            writer, reader = flight.route.prefill, self.worker(decode)
+            assert writer is not None, "a prefill worker has read the prompt"
+            num_moved = request.num_prompt_tokens - flight.route.own_tokens(reader)
+            ledger = pb.PhaseLedger(
+                transfer_end_ns=end_ns, num_bytes_pulled=round(num_moved * reader.figures.bytes_per_token)
+            )
+            self.router.costs.handed_over(writer, flight.prefill_ledger, reader, ledger)
 
 
 def chain_of(request: TraceRequest) -> BlockHashes:

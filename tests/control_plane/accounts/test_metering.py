@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
 from control_plane.accounts.errors import LimitReached
 from control_plane.accounts.identity import Caller, Identity
@@ -22,12 +24,13 @@ from control_plane.accounts.metering import BilledRequest
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
 from control_plane.drain import time_is_over
+from control_plane.generation import TokenRequest
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import ledger, windows
 from tandem_runtime.errors import Overloaded, Unavailable
 from tests.control_plane.api.gateway import Gateway, serve
 from tests.control_plane.api.model import byte_level_tokenizer, ids_of
-from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher, ScriptedStream
 from tests.control_plane.postgres import Postgres
 
 HELLO = [*ids_of("Hello world"), 1]
@@ -300,23 +303,85 @@ async def test_a_name_that_no_database_can_hold_harms_nobody_else(accounts: Acco
         assert first.status_code == 200 and first.json()["result"] == []
 
 
-async def test_a_row_that_cannot_be_opened_lets_nothing_run(
+@asynccontextmanager
+async def full_disk(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Let each write of the ledger fail as on a full disk, until the context ends."""
+
+    def full(*_: Any) -> None:
+        raise OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+
+    async def write(*_: Any) -> None:
+        await accounts.database.run(full)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accounts.metering._ledger, "_write", write)
+        patched.setattr("control_plane.accounts.ledger._RETRY_SECONDS", 0.01)
+        yield
+
+
+async def fails(here: World, *, stream: bool) -> bool:
+    """Send a chat, which gets a 503; return whether it got as far as the dispatcher."""
+    num_before = len(here.gateway.dispatcher.requests)
+    refused = await here.gateway.client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert refused.status_code == 503 and "the database cannot be used; try again" in refused.text
+    assert refused.headers["retry-after"]
+    return len(here.gateway.dispatcher.requests) > num_before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_row_that_cannot_be_opened_ends_a_request_before_workers_have_accepted_it(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A request that waited for room, or for workers, got its 503 after that."""
+    monkeypatch.setattr("control_plane.storage.database._PAUSE_SECONDS", 0.0)
+    async with world(accounts, Script(HELLO, accept=asyncio.Event()), Limits(None, 1000, 1)) as here:
+        async with asyncio.timeout(30), full_disk(accounts, monkeypatch):
+            assert await fails(here, stream=stream)
+            assert here.gateway.dispatcher.submit_cancelled.is_set() and not here.gateway.dispatcher.streams
+        assert (await here.rows(), (await here.window()).running) == ([], {})
+
+
+async def test_nothing_is_sent_to_workers_while_rows_cannot_be_opened(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control_plane.storage.database._PAUSE_SECONDS", 0.0)
+    async with world(accounts) as here:
+        async with full_disk(accounts, monkeypatch):
+            await fails(here, stream=False)
+            for stream in (False, True, False):
+                assert not await fails(here, stream=stream)
+            assert not any(stream.num_generated for stream in here.gateway.dispatcher.streams)
+        await accounts.metering.drain()
+        for _ in range(2):
+            assert (await here.gateway.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert [row.status for row in await here.rows()] == ["finished"] * 2
+
+
+async def test_a_row_that_is_refused_after_workers_have_accepted_the_request_lets_nothing_run(
     accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(accounts) as here:
-        await here.gateway.client.post("/v1/chat/completions", json=CHAT)
+        accepted = asyncio.Event()
 
         async def away(*_: Any) -> None:
+            await accepted.wait()
             raise Unavailable("the database is away")
 
+        submit = here.gateway.dispatcher.submit
+
+        async def submitted(request: TokenRequest) -> ScriptedStream:
+            stream = await submit(request)
+            accepted.set()
+            return stream
+
+        monkeypatch.setattr(here.gateway.dispatcher, "submit", submitted)
         monkeypatch.setattr(accounts.metering._ledger, "_write", away)
         monkeypatch.setattr("control_plane.accounts.ledger._RETRY_SECONDS", 0.01)
-        for stream in (False, True):
-            refused = await here.gateway.client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
-            assert refused.status_code == 503 and "the database is away" in refused.text
-            assert here.gateway.dispatcher.last.closed.is_set() and not here.gateway.dispatcher.last.num_generated
+        refused = await here.gateway.client.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 503 and "the database is away" in refused.text
+        assert here.gateway.dispatcher.last.closed.is_set() and not here.gateway.dispatcher.last.num_generated
         monkeypatch.undo()
-        assert len(await here.rows()) == 1
+        assert await here.rows() == []
 
 
 async def test_requests_a_minute_are_refused_in_each_endpoints_words(accounts: Accounts) -> None:

@@ -124,6 +124,14 @@ def test_prices_follow_what_requests_take() -> None:
     assert prices.ms_per_answer_token == pytest.approx(4.0)
 
 
+def test_prompts_of_which_caches_have_all_but_a_token_do_not_make_long_ones_dear() -> None:
+    prices = Prices()
+    for _ in range(50):
+        prices.routed(1, 5.0)
+        prices.routed(1000, 500.0)
+    assert prices.ms_per_prompt_token == pytest.approx(505 / 1001, rel=0.06)  # the older half weighs a little less
+
+
 def test_the_first_measurements_replace_what_was_assumed() -> None:
     prices = Prices()
     assert not prices.is_measured

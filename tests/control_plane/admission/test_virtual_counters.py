@@ -123,7 +123,7 @@ def test_a_request_that_the_workers_did_not_take_is_not_charged() -> None:
 
 def test_an_answer_is_charged_in_advance_as_long_as_predicted_and_then_as_long_as_it_is() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 1.0, 500)
+    admission.stepped("w", 1.0, 500, 0.0)
     waiter = Waiter("m", "a", num_answer_tokens=10)
     admission.let_in(waiter, 50.0, 0.0)
     assert admission.counters.of("a") == 50 + 10 * 2
@@ -142,7 +142,7 @@ def test_an_answer_is_charged_in_advance_as_long_as_predicted_and_then_as_long_a
 
 def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 1.0, 500)
+    admission.stepped("w", 1.0, 500, 0.0)
     for account in ("a", "b"):
         admission.enter(Waiter("m", account), 0.0)
     admission.used_elsewhere("a", 0, 100)
@@ -155,7 +155,7 @@ def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
 
 def test_what_was_used_elsewhere_while_nobody_waits_here_puts_nobody_in_debt() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 1.0, 500)
+    admission.stepped("w", 1.0, 500, 0.0)
     admission.pass_by(Waiter("m", "a"), 0.0)
     for _ in range(10):
         admission.used_elsewhere("a", 0, 100)
@@ -186,13 +186,15 @@ def test_the_first_report_makes_what_was_charged_at_an_assumed_price_right() -> 
     admission.enter(waiting, 0.0)
     before = admission.counters.of("a")
     assert before > 0
-    admission.stepped("w", 0.0, 0.0)  # nothing ran yet
+    admission.stepped("w", 0.0, 0.0, 0.0)  # nothing ran yet
     assert admission.counters.of("a") == before
     assumed_ms = admission.prices.ms_per_answer_token
-    admission.stepped("w", 1.0, 500)
+    admission.stepped("w", 1.0, 500, 0.0)
     assert admission.counters.of("a") == pytest.approx(10 * 2)
-    assert waiting.cost_ms == pytest.approx(80.0 * 2 / assumed_ms)
-    admission.stepped("w", 3.0, 500)
+    admission.counters.charge("b", 20.0)
+    predicted = admission.predicted_wait_seconds(Waiter("m", "b"), 0.0)
+    assert predicted == pytest.approx((80.0 / assumed_ms) * 2 / 1000), "what waits is as much work as before"
+    admission.stepped("w", 3.0, 500, 0.0)
     assert admission.counters.of("a") == pytest.approx(10 * 2), "a later price is for later tokens"
 
 
@@ -222,17 +224,17 @@ def test_before_any_was_let_in_a_device_is_taken_to_do_a_seconds_work_in_a_secon
         admission.enter(Waiter("m", "a", cost_ms=600.0), 0.0)
     newcomer = Waiter("m", "a", cost_ms=600.0)
     assert admission.predicted_wait_seconds(newcomer, 0.0) is None
-    admission.stepped("w1", 0.0, 0.0)
+    admission.stepped("w1", 0.0, 0.0, 0.0)
     assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(3.0)
-    admission.stepped("w2", 0.0, 0.0)
+    admission.stepped("w2", 0.0, 0.0, 0.0)
     assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(1.5)
-    admission.worker_gone("w1")
+    admission.worker_gone("w1", 0.0)
     assert admission.predicted_wait_seconds(newcomer, 0.0) == pytest.approx(3.0)
 
 
 def test_an_account_in_debt_waits_for_those_that_have_had_less() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 0.0, 0.0)
+    admission.stepped("w", 0.0, 0.0, 0.0)
     for account in ("a", "b"):
         for _ in range(5):
             admission.enter(Waiter("m", account, cost_ms=100.0), 0.0)
@@ -245,9 +247,26 @@ def test_an_account_in_debt_waits_for_those_that_have_had_less() -> None:
     assert wait_of("b") == pytest.approx(0.5 + 0.2, rel=0.05), "its own, one at 400 and the next one at 500"
 
 
+def test_an_account_that_is_served_elsewhere_too_waits_here_for_those_that_are_not() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    for account in ("a", "b"):
+        for _ in range(10):
+            admission.enter(Waiter("m", account, cost_ms=100.0), 0.0)
+    admission.counters.wait_elsewhere({"a": 0.5})
+
+    def wait_of(account: str) -> float | None:
+        return admission.predicted_wait_seconds(Waiter("m", account, cost_ms=100.0), 1000.0)
+
+    assert wait_of("a") == pytest.approx(1.0 + 1.0, rel=0.05), "its own, and all ten of the other account"
+    assert wait_of("b") == pytest.approx(1.0 + 0.6, rel=0.05), "its own, and half as many of the one at both"
+    admission.granted("w", 0.5, 1000.0)
+    assert wait_of("b") == pytest.approx(2 * 1.6, rel=0.05), "another gateway has half of the worker"
+
+
 def test_what_others_will_ask_for_until_then_is_waited_for_too() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 0.0, 0.0)
+    admission.stepped("w", 0.0, 0.0, 0.0)
     for index in range(1000):  # 400 ms a second, for a long time, and none of it waits now
         admission.pass_by(Waiter("m", "small", cost_ms=40.0), index / 10)
     for _ in range(10):
@@ -263,7 +282,7 @@ def test_what_others_will_ask_for_until_then_is_waited_for_too() -> None:
 
 def test_its_own_length_does_not_keep_a_request_out() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 0.0, 0.0)
+    admission.stepped("w", 0.0, 0.0, 0.0)
     for _ in range(10):
         admission.enter(Waiter("m", "a", cost_ms=700.0), 0.0)
     late = [
@@ -278,7 +297,7 @@ def test_its_own_length_does_not_keep_a_request_out() -> None:
 
 def test_a_burst_after_a_lull_is_let_wait_until_the_rate_is_that_of_the_burst() -> None:
     admission = ModelAdmission(BOUNDS)
-    admission.stepped("w", 0.0, 0.0)
+    admission.stepped("w", 0.0, 0.0, 0.0)
     waiting = [Waiter("m", "a", cost_ms=700.0) for _ in range(10)]
     for waiter in waiting:
         admission.enter(waiter, 0.0)
@@ -342,3 +361,14 @@ def test_what_an_account_asks_for_is_forgotten_and_so_are_accounts_beyond_a_numb
     for name in ("b", "c", "d"):
         demands.asked((0, name), 1.0, 2020.0)
     assert [account for (_, account), _ in demands.rates(2020.0)] == ["b", "c", "d"]
+
+
+def test_a_request_that_has_looked_for_room_and_is_refused_counts_once_to_what_its_account_asks_for() -> None:
+    admission = ModelAdmission(BOUNDS)
+    for account, looks in (("looked", True), ("not", False)):
+        waiter = Waiter("m", account, num_tokens=100)
+        if looks:
+            admission.pass_by(waiter, 0.0)
+        admission.refused(waiter, 0.0)
+        admission.enter(Waiter("m", account, num_tokens=100), 0.0)
+    assert dict(admission.demand(0.0).accounts) == {"looked": 200, "not": 200}

@@ -4,81 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from control_plane.audit import auditor as audit_module
-from control_plane.audit import gauges, table_reader
-from control_plane.audit.auditor import Auditor, AuditReport
+from control_plane.audit import gauges
+from control_plane.audit.auditor import AuditReport
 from control_plane.audit.checks import KINDS, suspicions
 from control_plane.audit.snapshot import Snapshot
 from control_plane.audit.suspicion import Suspicion
-from control_plane.audit.table_reader import TableReader
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
-from control_plane.fleet.worker_links import LinkPool
-from tandem.v1 import kv_transfer_pb2_grpc
-from tandem.v1.tables_pb2 import (
-    RegionRow,
-    TablesReply,
-    TablesRequest,
-)
+from tandem.v1.tables_pb2 import RegionRow
 from tandem_runtime import metrics
-from tandem_runtime.errors import Unavailable
-from tandem_runtime.server import GrpcServer
+from tests.control_plane.audit.audited_services import auditing, scripted_service
 from tests.control_plane.scripted_worker import kv_load, kv_service
 from tests.control_plane.worker_rows import worker_rows
 from tests.kv_transfer_svc.host import until
-from tests.loop_turns import counted_turns
 from tests.otlp_sink import OtlpSink
-
-
-class ScriptedService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """A KV service that has the tables a test gives it."""
-
-    def __init__(self, name: str = "kv-0") -> None:
-        self.name = name
-        self.tables = TablesReply(incarnation=f"{name}-life", lease_ms=100)
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.address = ""
-
-    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
-        await self.may_answer.wait()
-        return self.tables
-
-    def register(self, registry: WorkerRegistry) -> None:
-        registry.register(kv_service(self.name, self.address), kv_load())
-
-
-@asynccontextmanager
-async def scripted_service(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[ScriptedService]:
-    kv = ScriptedService(name)  # type: ignore[abstract]  # it answers Tables, and is asked nothing else
-    server = GrpcServer(
-        "127.0.0.1:0", lambda server: kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(kv, server), []
-    )
-    kv.address = await server.start()
-    kv.register(registry)
-    try:
-        yield kv
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def auditing(registry: WorkerRegistry, **changes: Any) -> AsyncIterator[Auditor]:
-    links = LinkPool(registry, "gateway", "life")
-    auditor = Auditor(
-        registry, links, "gateway", table_reader=TableReader(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes}
-    )
-    try:
-        yield auditor
-    finally:
-        await auditor.close()
-        await links.close()
 
 
 def region(num_bytes: int) -> RegionRow:
@@ -107,7 +51,7 @@ async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_th
     async with (
         scripted_service(registry) as kv,
         scripted_service(registry, "kv-1") as hangs,
-        auditing(registry) as auditor,
+        auditing(registry, "kv-0", "kv-1") as auditor,
     ):
         hangs.may_answer.clear()
         registry.register(kv_service("kv-2", "127.0.0.1:1"), kv_load())
@@ -186,23 +130,3 @@ async def test_orphans_and_silence_reach_the_collector() -> None:
             await sink.wait_for(lambda it: names <= it.metric_names)
     finally:
         metrics.shutdown()
-
-
-async def test_the_services_of_a_large_fleet_are_asked_one_in_each_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """500 channels and calls that began in one turn stopped all streams for 0.2 s, every ten seconds."""
-    asked: list[int] = []
-
-    def open_channel(info: Any, member: object) -> Any:
-        asked.append(turns.now)
-        raise Unavailable("nobody is there")
-
-    monkeypatch.setattr(table_reader, "open_worker_channel", open_channel)
-    registry = WorkerRegistry(3.0, 5.0)
-    for number in range(50):
-        registry.register(kv_service(f"kv-{number}"), kv_load())
-    with counted_turns() as turns:
-        answered, silent = await TableReader().read(registry.workers())
-    assert (len(answered), set(silent.values())) == (0, {"nobody is there"})
-    assert len(set(asked)) == len(silent) == 50

@@ -38,6 +38,9 @@ class Encoder(worker_pb2_grpc.EncodeServiceServicer):
         ids = [TokenIds.unpack(each.token_ids) for each in request.inputs]
         return pb.EncodeReply(values=b"".join(struct.pack("<2f", len(each), each[0]) for each in ids))
 
+    def Grants(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def GetAsset(self, request: pb.AssetRequest, context: Any) -> Any:
         raise NotImplementedError
 

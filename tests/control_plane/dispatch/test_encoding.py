@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
-from control_plane.dispatch.encoding import MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
+from control_plane.admission.attachment import Attachment, Grant
+from control_plane.dispatch.encoding import MAX_CANDIDATES, MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, ModelDescription, TokenIds
@@ -62,6 +63,9 @@ class Fleet(EncoderClients):
         self.registry = WorkerRegistry(3.0, 5.0)
         self.behaviours: dict[str, Behaviour] = {}
         self.calls: list[tuple[str, pb.EncodeRequest]] = []
+        self.attachments: dict[str, Attachment] = {}
+        """To workers that grant."""
+        super().__init__(self.registry)
         self.dispatch = EncodingDispatch(self.registry, self, queue_seconds, max_waiting)
         for name in names:
             self.register(name)
@@ -88,15 +92,32 @@ class Fleet(EncoderClients):
         beat = cp.HeartbeatRequest(worker_id=name, incarnation=worker.incarnation, load=load)
         assert self.registry.heartbeat(beat)
 
-    def stub(self, worker: Worker) -> Any:
-        async def encode(request: pb.EncodeRequest, timeout: float) -> pb.EncodeReply:
-            assert 0 < request.time_left_ms / 1000 <= timeout
-            self.calls.append((worker.worker_id, request))
-            return pb.EncodeReply(values=await self.behaviours[worker.worker_id](request))
+    async def encode(
+        self, worker: Worker, request: pb.EncodeRequest, num_tokens: int, timeout: float
+    ) -> pb.EncodeReply:
+        assert 0 < request.time_left_ms / 1000 <= timeout
+        assert num_tokens == sum(len(each.token_ids) for each in request.inputs) // 4
+        self.calls.append((worker.worker_id, request))
+        if worker.worker_id in self.attachments:
+            self.attachments[worker.worker_id].sent(num_tokens, time.monotonic())
+        return pb.EncodeReply(values=await self.behaviours[worker.worker_id](request))
 
-        return SimpleNamespace(Encode=encode)
+    def has_room(self, worker: Worker, num_tokens: int, num_calls: int = 1) -> bool | None:
+        attachment = self.attachments.get(worker.worker_id)
+        return attachment.has_room(num_tokens, num_calls, time.monotonic()) if attachment is not None else None
 
-    async def encode(self, inputs: Sequence[EncoderInput], **changes: Any) -> bytes:
+    def uses_grants(self, worker: Worker) -> bool:
+        return worker.worker_id in self.attachments
+
+    def grant(self, name: str, num_tokens: int, num_calls: int = 100) -> None:
+        """A worker grants so much from now on."""
+        worker, attachment = self.registry.get(name), self.attachments.setdefault(name, Attachment())
+        assert worker is not None, "registered"
+        sums = attachment.num_tokens + num_tokens, attachment.num_requests + num_calls
+        attachment.granted(Grant(1, *sums, valid_seconds=60.0), time.monotonic())
+        self._on_grant(worker, pb.Grant())
+
+    async def values(self, inputs: Sequence[EncoderInput], **changes: Any) -> bytes:
         request = EncodingRequest("r", "me", MODEL, inputs, time.monotonic() + 30, pooling="cls")
         self.computed: list[int] = []
         return await asyncio.wait_for(self.dispatch.encode(replace(request, **changes), self.computed), 20)
@@ -122,7 +143,7 @@ def expected(of: Sequence[EncoderInput]) -> bytes:
 async def test_a_request_is_cut_into_parts_and_put_together_in_order() -> None:
     fleet = Fleet("a", "b")
     texts = inputs(*[3] * (2 * MAX_PART_INPUTS + 5), MAX_PART_TOKENS + 9, *[1_500] * 4)
-    assert await fleet.encode(texts) == expected(texts)
+    assert await fleet.values(texts) == expected(texts)
     sizes = [(len(call.inputs), sum(len(each.token_ids) // 4 for each in call.inputs)) for _, call in fleet.calls]
     assert all(num <= MAX_PART_INPUTS and (tokens <= MAX_PART_TOKENS or num == 1) for num, tokens in sizes)
     assert sum(fleet.computed) == sum(each.num_tokens for each in texts) and len(fleet.computed) == len(sizes)
@@ -137,7 +158,7 @@ async def test_the_worker_with_the_fewest_tokens_gets_the_next_part() -> None:
     fleet.register("busy", num_tokens=1_000)
     fleet.register("free", num_tokens=10)
     texts = inputs(5)
-    await asyncio.gather(*(fleet.encode(texts) for _ in range(3)))
+    await asyncio.gather(*(fleet.values(texts) for _ in range(3)))
     assert {name for name, _ in fleet.calls} == {"free"}
     gate = asyncio.Event()
 
@@ -146,9 +167,9 @@ async def test_the_worker_with_the_fewest_tokens_gets_the_next_part() -> None:
         return await answer(request)
 
     fleet.behaviours["free"] = wait
-    first = asyncio.create_task(fleet.encode(inputs(2_000)))
+    first = asyncio.create_task(fleet.values(inputs(2_000)))
     await until(lambda: len(fleet.calls) >= 4)
-    await fleet.encode(texts)
+    await fleet.values(texts)
     assert fleet.calls[-1][0] == "busy", "what was sent counts before it is reported"
     gate.set()
     await first
@@ -159,7 +180,7 @@ async def test_a_part_that_a_worker_does_not_answer_goes_to_another_with_the_sam
     fleet = Fleet("a", "b")
     fleet.behaviours["a"] = fail(error)
     texts = inputs(*[7] * (3 * MAX_PART_INPUTS))
-    assert await fleet.encode(texts) == expected(texts)
+    assert await fleet.values(texts) == expected(texts)
     assert {name for name, _ in fleet.calls} == {"a", "b"}
     assert sum(fleet.computed) == 7 * len(texts), "a part that was lost is counted once"
 
@@ -170,7 +191,7 @@ async def test_each_attempt_says_its_number_and_the_trace_it_belongs_to() -> Non
     fleet.behaviours["b"] = fail(Unavailable("gone"))
     parent = SpanContext(trace_id=7 << 64 | 1, span_id=9, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     with use_span(NonRecordingSpan(parent)), pytest.raises(TandemError):
-        await fleet.encode(inputs(5), deadline=time.monotonic() + 1)
+        await fleet.values(inputs(5), deadline=time.monotonic() + 1)
     calls = [call for _, call in fleet.calls]
     assert [call.attempt for call in calls] == list(range(1, len(calls) + 1)) and len(calls) > 1
     assert {call.traceparent.split("-")[1] for call in calls} == {f"{7 << 64 | 1:032x}"}
@@ -188,7 +209,7 @@ async def test_values_that_cannot_be_right_are_never_shown(values: bytes) -> Non
     fleet.behaviours["a"] = wrong
     texts = inputs(4)
     for _ in range(2):
-        assert await fleet.encode(texts) == expected(texts)
+        assert await fleet.values(texts) == expected(texts)
     assert "a" in {name for name, _ in fleet.calls}
 
 
@@ -196,7 +217,7 @@ async def test_a_request_waits_while_all_are_full_and_is_answered_once_one_has_r
     fleet = Fleet("a", "b")
     for name in "ab":
         fleet.behaviours[name] = fail(Overloaded("256 calls wait"))
-    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    waiting = asyncio.create_task(fleet.values(inputs(4)))
     await until(lambda: len(fleet.dispatch.queue) == 1)
     assert len(fleet.calls) == 2
     fleet.report("a")
@@ -211,21 +232,112 @@ async def test_a_request_that_waits_too_long_or_must_not_wait_is_refused_with_th
     fleet = Fleet("a", queue_seconds=0.05)
     fleet.behaviours["a"] = fail(Overloaded("256 calls wait", retry_after_seconds=3.0))
     with pytest.raises(Overloaded, match="every encode worker of @tandem/demo is busy") as raised:
-        await fleet.encode(inputs(4))
+        await fleet.values(inputs(4))
     assert raised.value.retry_after_seconds is not None and 1.5 <= raised.value.retry_after_seconds <= 4.5
     num_calls = len(fleet.calls)
     with pytest.raises(Overloaded, match="is busy"):
-        await fleet.encode(inputs(4), reject_if_busy=True)
+        await fleet.values(inputs(4), reject_if_busy=True)
     assert len(fleet.calls) == num_calls + 1
     nobody = Fleet(queue_seconds=0.05)
     with pytest.raises(Unavailable, match="no encode worker is ready for @tandem/demo"):
-        await nobody.encode(inputs(4))
+        await nobody.values(inputs(4))
+
+
+async def test_a_part_waits_until_a_worker_grants_room_and_is_sent_nowhere_before() -> None:
+    fleet = Fleet("a", "b")
+    fleet.grant("a", 0)
+    fleet.grant("b", 0)
+    waiting = asyncio.create_task(fleet.values(inputs(4)))
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    fleet.grant("a", 3)
+    with pytest.raises(Overloaded, match="every encode worker of @tandem/demo is busy"):
+        await fleet.values(inputs(4), reject_if_busy=True)
+    assert not fleet.calls and len(fleet.dispatch.queue) == 1
+    fleet.grant("b", 4)
+    assert await waiting == expected(inputs(4))
+    assert [name for name, _ in fleet.calls] == ["b"]
+
+
+async def test_as_many_parts_are_let_in_at_once_as_grants_allow_and_accounts_take_turns_by_tokens() -> None:
+    fleet = Fleet("a", max_waiting=64)
+    fleet.grant("a", 0)
+    waiting = []
+    for account, num, length in (("long", 4, 100), ("short", 30, 10)):
+        waiting += [asyncio.create_task(fleet.values(inputs(length), account=account)) for _ in range(num)]
+    await until(lambda: len(fleet.dispatch.queue) == 34)
+    # 1. Both accounts get a half of the tokens. The parts look in one turn of the loop, and are sent in the next.
+    fleet.grant("a", 400)
+    await asyncio.sleep(0)
+    assert not fleet.calls and len(fleet.dispatch._let_in) == 22
+    await asyncio.sleep(0)
+    assert Counter(request.fairness_key for _, request in fleet.calls) == {"long": 2, "short": 20}
+    # 2. The number of calls is a bound, too.
+    fleet.grant("a", 400, 3)
+    await until(lambda: len(fleet.calls) == 25)
+    fleet.grant("a", 4_000)
+    assert [len(each) for each in await asyncio.gather(*waiting)] == [8] * 34
+    assert not fleet.dispatch._let_in and not len(fleet.dispatch.queue)
+
+
+async def test_what_a_part_was_charged_is_given_back_if_it_ends_as_its_turn_comes() -> None:
+    fleet = Fleet("a")
+    fleet.grant("a", 0)
+    ending = asyncio.create_task(fleet.values(inputs(50)))
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    counters = fleet.dispatch.queue.room(MODEL.model_id).counters
+    fleet.grant("a", 50)
+    await asyncio.sleep(0)
+    assert counters.of("me") == 50.0
+    fleet.dispatch.stop(lambda: Draining("the gateway stops"))
+    with pytest.raises(Draining):
+        await ending
+    assert counters.of("me") == 0.0 and not fleet.dispatch._let_in and not fleet.calls
+
+
+async def test_a_part_that_comes_passes_none_that_waits() -> None:
+    fleet = Fleet("a")
+    fleet.grant("a", 5)
+    first = asyncio.create_task(fleet.values(inputs(50)))
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    second = asyncio.create_task(fleet.values(inputs(5)))
+    await until(lambda: len(fleet.dispatch.queue) == 2)
+    fleet.grant("a", 55)
+    assert [await first, await second] == [expected(inputs(50)), expected(inputs(5))]
+    assert [len(request.inputs[0].token_ids) for _, request in fleet.calls] == [200, 20]
+
+
+async def test_a_request_that_has_begun_is_not_refused_because_others_wait() -> None:
+    fleet = Fleet("a", max_waiting=8)
+    fleet.grant("a", 4 * MAX_PART_TOKENS)
+    texts = inputs(*[MAX_PART_TOKENS] * 6)
+    begun = asyncio.create_task(fleet.values(texts))
+    await until(lambda: len(fleet.calls) == 4 and len(fleet.dispatch.queue) == 2)
+    others = [asyncio.create_task(fleet.values(inputs(5), account=account)) for account in "abcdefgh"]
+    done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+    assert all(isinstance(each.exception(), Overloaded) for each in done)
+    fleet.grant("a", 1 << 20)
+    assert await begun == expected(texts)
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_a_part_asks_three_workers_and_then_waits() -> None:
+    fleet = Fleet(*"abcde")
+    for name in "abcde":
+        fleet.behaviours[name] = fail(Overloaded("full"))
+    waiting = asyncio.create_task(fleet.values(inputs(4)))
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    assert len({name for name, _ in fleet.calls}) == len(fleet.calls) == MAX_CANDIDATES
+    for name in "abcde":
+        fleet.behaviours[name] = answer
+    fleet.report("e")
+    assert await waiting == expected(inputs(4))
+    assert len(fleet.calls) == MAX_CANDIDATES + 1
 
 
 async def test_the_queue_has_a_bound() -> None:
     fleet = Fleet("a", max_waiting=2)
     fleet.behaviours["a"] = fail(Overloaded("full"))
-    waiting = [asyncio.create_task(fleet.encode(inputs(4), account=account)) for account in "abc"]
+    waiting = [asyncio.create_task(fleet.values(inputs(4), account=account)) for account in "abc"]
     done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     with pytest.raises(Overloaded, match="2 requests wait for @tandem/demo already, the limit is 2"):
         await next(iter(done))
@@ -237,11 +349,11 @@ async def test_the_queue_has_a_bound() -> None:
 async def test_a_model_whose_workers_are_full_delays_no_other() -> None:
     fleet = Fleet("a", max_waiting=2)
     fleet.behaviours["a"] = fail(Overloaded("full"))
-    waiting = [asyncio.create_task(fleet.encode(inputs(4), account=account)) for account in "ab"]
+    waiting = [asyncio.create_task(fleet.values(inputs(4), account=account)) for account in "ab"]
     await until(lambda: len(fleet.dispatch.queue) == 2)
     other = replace(MODEL, model_id="other")
     fleet.register("b", model=other)
-    assert await fleet.encode(inputs(4), model=other) == expected(inputs(4))
+    assert await fleet.values(inputs(4), model=other) == expected(inputs(4))
     assert dict(fleet.dispatch.queue.num_by_model()) == {MODEL.model_id: 2}
     fleet.behaviours["a"] = answer
     fleet.report("a")
@@ -251,7 +363,7 @@ async def test_a_model_whose_workers_are_full_delays_no_other() -> None:
 async def test_a_worker_that_comes_back_answers_what_waited_for_it() -> None:
     fleet = Fleet("a")
     fleet.behaviours["a"] = fail(Unavailable("connection refused"))
-    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    waiting = asyncio.create_task(fleet.values(inputs(4)))
     await until(lambda: len(fleet.dispatch.queue) == 1)
     fleet.behaviours["a"] = answer
     fleet.register("a", "2")
@@ -263,7 +375,7 @@ async def test_a_request_that_ends_one_worker_after_the_other_is_stopped() -> No
     for name in "abcd":
         fleet.behaviours[name] = fail(Unavailable("the engine was ended by SIGSEGV"))
     with pytest.raises(Aborted, match=r"3 encode workers were lost with this request.*SIGSEGV"):
-        await fleet.encode(inputs(4))
+        await fleet.values(inputs(4))
     assert len(fleet.calls) == 3
 
 
@@ -273,7 +385,7 @@ async def test_what_no_worker_would_answer_is_not_sent_again(error: TandemError)
     for name in "ab":
         fleet.behaviours[name] = fail(error)
     with pytest.raises(type(error)):
-        await fleet.encode(inputs(4))
+        await fleet.values(inputs(4))
     assert len(fleet.calls) == 1
 
 
@@ -288,14 +400,14 @@ async def test_what_was_computed_before_a_failure_is_known() -> None:
 
     fleet.behaviours["a"] = second_fails
     with pytest.raises(InvalidRequest):
-        await fleet.encode(inputs(*[2] * (MAX_PART_INPUTS + 1)))
+        await fleet.values(inputs(*[2] * (MAX_PART_INPUTS + 1)))
     assert fleet.computed == [2 * MAX_PART_INPUTS]
 
 
 async def test_a_passed_deadline_and_a_client_that_leaves_end_the_calls() -> None:
     fleet = Fleet("a")
     with pytest.raises(DeadlineExceeded):
-        await fleet.encode(inputs(4), deadline=time.monotonic() - 1)
+        await fleet.values(inputs(4), deadline=time.monotonic() - 1)
     assert not fleet.calls
     was_cancelled = asyncio.Event()
 
@@ -306,7 +418,7 @@ async def test_a_passed_deadline_and_a_client_that_leaves_end_the_calls() -> Non
             was_cancelled.set()
 
     fleet.behaviours["a"] = wait
-    leaving = asyncio.create_task(fleet.encode(inputs(4)))
+    leaving = asyncio.create_task(fleet.values(inputs(4)))
     await until(lambda: bool(fleet.calls))
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -321,13 +433,13 @@ async def test_a_gateway_that_stops_ends_the_parts_that_workers_compute_and_thos
         return cast(bytes, await asyncio.Future())
 
     fleet.behaviours["a"] = never
-    running = asyncio.create_task(fleet.encode(inputs(4)))
+    running = asyncio.create_task(fleet.values(inputs(4)))
     await until(lambda: bool(fleet.calls))
     fleet.behaviours["a"] = fail(Overloaded("full"))
-    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    waiting = asyncio.create_task(fleet.values(inputs(4)))
     await until(lambda: len(fleet.dispatch.queue) == 1)
     fleet.dispatch.stop(lambda: Draining("the gateway stops"))
-    for ended in (running, waiting, fleet.encode(inputs(4))):
+    for ended in (running, waiting, fleet.values(inputs(4))):
         with pytest.raises(Draining, match="the gateway stops"):
             await asyncio.wait_for(ended, 10)
     assert fleet.dispatch.num_requests == 0 and not fleet.dispatch._tokens

@@ -8,53 +8,32 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
 from tandem.v1 import types_pb2 as pb
-from tandem.v1 import worker_pb2_grpc
 from tandem_engine import messages
-from tandem_runtime.server import GrpcServer
 from tandem_worker.grant_sender import GrantSender
-from tandem_worker.model_card import AssetStore
-from tandem_worker.service import WorkerService
-from tests.control_plane.harness import PROMPT, Harness, new_request, tokens_of
-from tests.control_plane.scripted_worker import kv_load, kv_service
+from tandem_worker.worker_room import PoolRoom
+from tests.control_plane.dispatch.shared_worker import AskingGateway, SharedWorker, granted
+from tests.control_plane.harness import PROMPT, new_request, tokens_of
 from tests.tandem_worker.kv_harness import until
-from tests.tandem_worker.scripted_engine import output, ready
-from tests.tandem_worker.test_front import Harness as WorkerHarness
+from tests.tandem_worker.scripted_engine import output
 
 SEATS, BLOCKS, BLOCK_TOKENS = 4, 64, 16
 ANSWER = 5
 
 
-class Device(WorkerHarness):
+class Device(SharedWorker):
     """A worker whose engine takes a few requests, and computes one answer whenever it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(grants=GrantSender(SEATS))
+        settings = {"max_num_seqs": str(SEATS)}
+        super().__init__(GrantSender(PoolRoom(SEATS)), worker_id="w", role=pb.WORKER_ROLE_DECODE, settings=settings)
         self.running: deque[messages.AddRequest] = deque()
         self.num_submitted = self.num_refused = 0
         self.used: Counter[str] = Counter()
         """Device tokens by account."""
         self.engine.answer = self._command
-
-    async def load(self) -> None:
-        self.engine.emit(msgspec.structs.replace(ready(), num_blocks=BLOCKS))
-        await asyncio.wait_for(self.is_ready.wait(), 10)
-
-    def info(self) -> pb.WorkerInfo:
-        return pb.WorkerInfo(
-            worker_id="w",
-            incarnation="worker-1",
-            role=pb.WORKER_ROLE_DECODE,
-            address=self.address,
-            host_id="host-a",
-            card=self.front.card,
-            settings={"max_num_seqs": str(SEATS)},
-        )
-
-    address = ""
 
     @property
     def stats(self) -> messages.EngineStats:
@@ -88,62 +67,14 @@ class Device(WorkerHarness):
         self.engine.emit(messages.StepDone(1, list(outputs), [], self.stats, admitted=admitted))
 
 
-class Gateway(Harness):
-    """A gateway with clients of one account, each of which asks again once it has its answer."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(queue_seconds=60.0, local_prefill="never", budget=None, accept_seconds=30.0, max_waiting=200)
-        self._device = device
-        self.registry.register(kv_service(), kv_load())
-        self.registry.register(device.info(), pb.LoadReport(state=pb.WORKER_STATE_READY))
-        self.clients: list[asyncio.Task[None]] = []
-
-    def card(self, name: str) -> pb.ModelCard:
-        assert self._device.front.card is not None, "loaded"
-        return self._device.front.card
-
-    def begin(self, account: str, num_clients: int) -> None:
-        self.clients += [asyncio.create_task(self._ask(account, number)) for number in range(num_clients)]
-
-    async def _ask(self, account: str, client: int) -> None:
-        for turn in range(10_000):
-            name = f"{account}-{client}-{turn}"
-            request = new_request(ANSWER, request_id=name, account=account, model_id="m", fairness_key=account)
-            await tokens_of(await self.dispatcher.submit(request))
-
-    async def kill(self) -> None:
-        for client in self.clients:
-            client.cancel()
-        await self.links.close()
-        await asyncio.gather(*self.clients, return_exceptions=True)
-        await self.dispatcher.close()
-
-
 @asynccontextmanager
-async def fleet(num_gateways: int) -> AsyncIterator[tuple[Device, list[Gateway]]]:
+async def fleet(num_gateways: int) -> AsyncIterator[tuple[Device, list[AskingGateway]]]:
     device = Device()
-    await device.load()
-    service = WorkerService(device.front, AssetStore(), pb.WorkerInfo)
-    server = GrpcServer(
-        "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc), []
-    )
-    device.address = await server.start()
-    gateways = [Gateway(device) for _ in range(num_gateways)]
-    try:
-        await until(lambda: all(_has_grant(gateway) for gateway in gateways))
-        yield device, gateways
-    finally:
-        for gateway in gateways:
-            await gateway.kill()
-        await server.stop(0)
-        await device.front.close()
-        await asyncio.wait_for(device.pump, 10)
-
-
-def _has_grant(gateway: Gateway) -> bool:
-    """Whether a first grant has come: until then a gateway sends some requests unasked, which may be refused."""
-    attachment = gateway.links.attachment("worker-1")
-    return attachment is not None and attachment.left() is not None
+    await device.load_pool(BLOCKS)
+    async with device.served():
+        gateways = [AskingGateway(device) for _ in range(num_gateways)]
+        async with granted(gateways):
+            yield device, gateways
 
 
 async def serve(device: Device, num_tokens: int) -> Counter[str]:
@@ -168,9 +99,9 @@ TURN = len(PROMPT) + ANSWER
 
 async def test_accounts_get_their_shares_whichever_gateways_they_ask_and_no_prompt_is_sent_twice() -> None:
     async with fleet(2) as (device, (one, other)):
-        one.begin("greedy", 30)
-        other.begin("greedy", 15)
-        other.begin("small", 8)
+        one.begin("greedy", 30, ANSWER)
+        other.begin("greedy", 15, ANSWER)
+        other.begin("small", 8, ANSWER)
         await warm_up(device)
         await serve(device, 20 * TURN)
         used = await serve(device, 200 * TURN)
@@ -180,8 +111,8 @@ async def test_accounts_get_their_shares_whichever_gateways_they_ask_and_no_prom
 
 async def test_two_gateways_with_an_account_each_have_half_each_however_many_requests_they_have() -> None:
     async with fleet(2) as (device, (one, other)):
-        one.begin("a", 40)
-        other.begin("b", 10)
+        one.begin("a", 40, ANSWER)
+        other.begin("b", 10, ANSWER)
         await warm_up(device)
         await serve(device, 20 * TURN)
         used = await serve(device, 200 * TURN)
@@ -192,8 +123,8 @@ async def test_two_gateways_with_an_account_each_have_half_each_however_many_req
 
 async def test_a_gateway_that_dies_leaves_all_the_room_to_the_other() -> None:
     async with fleet(2) as (device, (one, other)):
-        one.begin("a", 20)
-        other.begin("b", 20)
+        one.begin("a", 20, ANSWER)
+        other.begin("b", 20, ANSWER)
         await warm_up(device)
         await serve(device, 20 * TURN)
         await one.kill()

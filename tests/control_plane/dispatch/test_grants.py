@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import pytest
+
+from control_plane.admission.model_admission import Waiter
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.dispatch.test_rooms import wait_for
 from tests.control_plane.harness import FULL, PROMPT, Harness, answer, harness, new_request, tokens_of
@@ -126,6 +130,24 @@ async def test_an_account_that_waits_at_other_gateways_too_is_charged_for_what_i
         await worker.until(lambda worker: len(worker.submits) == 5)
         num_of_x = sum(submit.request_id.startswith("x-") for submit in worker.submits)
         assert num_of_x == 1, "it is charged thrice: two of three such requests are served elsewhere"
+        await end(waiting)
+
+
+async def test_a_wait_is_predicted_by_the_gateways_part_of_its_workers() -> None:
+    worker = worker_with(0, behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        stream = await granted(here, worker)
+        waiting = wait_for(here, MODEL, "xx")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 2)
+
+        def predicted() -> float:
+            found = here.dispatcher.queue.room(MODEL).predicted_wait_seconds(Waiter(MODEL, "x"), time.monotonic())
+            return found or 0.0
+
+        whole = predicted()
+        assert whole > 0
+        stream.grant(pb.Grant(number=2, num_tokens=0, num_requests=0, valid_ms=LIVE_MS, part=0.25))
+        await until(lambda: predicted() == pytest.approx(4 * whole, rel=0.05))
         await end(waiting)
 
 

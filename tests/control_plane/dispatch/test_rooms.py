@@ -211,3 +211,20 @@ async def test_the_length_of_a_probes_answer_tells_nothing_of_others() -> None:
         assert prices.answer_tokens == assumed
         tokens = await tokens_of(await here.dispatcher.submit(new_request(request_id="other")))
         await until(lambda: prices.answer_tokens == len(tokens[0]))
+
+
+async def test_a_prompt_goes_to_another_prefill_worker_than_a_full_one_unless_that_takes_longer() -> None:
+    soon, slow = ScriptedWorker("p", PREFILL), ScriptedWorker("q", PREFILL)
+    async with harness(soon, slow, ScriptedWorker("d"), queue_seconds=60) as here:
+        here.report(soon, counters={"prompt_tokens_computed": 5e9, "step_seconds": 1e6})
+        here.report(slow, counters={"prompt_tokens_computed": 35e6, "step_seconds": 1e6})
+        queued = here.router.in_flight.add(soon.incarnation, num_prefill_tokens=5500)  # 1.1 s; the other: 1.15 s
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
+        assert (len(soon.submits), len(slow.submits)) == (0, 1)
+        here.report(slow, counters={"prompt_tokens_computed": 25e6, "step_seconds": 1e6})  # 1.6 s
+        waiting = wait_for(here, MODEL, "x")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        queued.remove()
+        here.dispatcher.queue.release_next(MODEL)  # as the end of a call does
+        assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]
+        assert (len(soon.submits), len(slow.submits)) == (1, 1)

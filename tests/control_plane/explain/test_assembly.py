@@ -11,7 +11,7 @@ import pytest
 from control_plane.accounts.ledger import Closing
 from control_plane.admission.attachment import GrantLeft
 from control_plane.explain.explanation import CachedTokens, Candidate, ClassCrossing, Explanation, RouteExplanation
-from control_plane.explain.history import History
+from control_plane.explain.history import History, Standing
 from control_plane.explain.journal import Journal
 from control_plane.explain.prompt_blocks import PromptBlocks
 from control_plane.explain.requests import Requests
@@ -364,3 +364,19 @@ class Texts:
 
     def decoded(self, token_ids: Sequence[int]) -> str:
         return self.answer
+
+
+def test_both_halves_show_what_their_workers_had_granted() -> None:
+    journal = opened(Requests())
+    journal.history.came(Standing("default", 0.0, 0, 1.0, 0.0))
+    journal.history.routed(0, Route())
+    now = time.perf_counter()
+    refused = Call("prefill-1", True, now, grant=GrantLeft(9, 9, 9))
+    prefill = Call("prefill-0", True, now, now, grant=GrantLeft(2, 500, 1))
+    decode = Call("decode-0", False, now, now, grant=GrantLeft(17, 4096, 3))
+    for call in (refused, prefill, decode):
+        journal.history.called(call)
+    told(journal, decode, 0.040)
+    admission = explained(journal).to_json()["admission"]
+    assert admission["grant"] == {"number": 17, "num_tokens": 4096, "num_requests": 3}
+    assert admission["prefill_grant"] == {"number": 2, "num_tokens": 500, "num_requests": 1}

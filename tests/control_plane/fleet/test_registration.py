@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from control_plane.fleet import registry as registry_module
-from control_plane.fleet.registration import ControlPlaneService
+from control_plane.fleet.registration import SELDOM_MS, ControlPlaneService, take_relayed
 from control_plane.fleet.registration_bounds import MAX_REPORT_BYTES, check_info, check_load
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
@@ -19,7 +21,7 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import InvalidRequest, Overloaded
+from tandem_runtime.errors import InvalidRequest, Overloaded, StaleIncarnation, Unavailable
 from tandem_runtime.server import GrpcServer
 
 KEYS = kv_keys(b"s" * 32)
@@ -53,6 +55,131 @@ async def control_plane(macs_until: float = 0.0) -> AsyncIterator[cp_grpc.Contro
     async with open_channel(address) as channel:
         yield cp_grpc.ControlPlaneServiceStub(channel)
     await server.stop(0)
+
+
+# ------------------------------------------------------------------------------------------------------- heartbeats
+
+
+def a_beat(incarnation: str = "life-1", num_running: int = 0) -> cp.HeartbeatRequest:
+    load = pb.LoadReport(state=pb.WORKER_STATE_READY, num_running=num_running)
+    return cp.HeartbeatRequest(worker_id="decode-1", incarnation=incarnation, load=load)
+
+
+async def test_each_heartbeat_of_a_stream_is_taken_in_and_answered() -> None:
+    async with control_plane() as stub:
+        stream: Any = stub.Heartbeats()
+        await stream.write(a_beat())
+        assert not (await stream.read()).known
+        await stub.Register(cp.RegisterRequest(info=an_info()))
+        for num_running in (1, 7):
+            await stream.write(a_beat(num_running=num_running))
+            assert (await stream.read()).known
+            [status] = (await stub.ListWorkers(cp.ListWorkersRequest())).workers
+            assert status.load.num_running == num_running
+        await stream.write(a_beat("life-0"))
+        with pytest.raises(StaleIncarnation, match="is incarnation life-1 now"):
+            await stream.read()
+
+
+class News:
+    """What members hear, of a fleet that changes."""
+
+    def __init__(self) -> None:
+        self.bundle_number = 2
+        self.denied: list[str] = []
+
+    def denied_since(self, number: int) -> cp.DenyList:
+        return cp.DenyList(number=len(self.denied), ids=self.denied[number:])
+
+
+async def test_a_worker_whose_host_passes_its_heartbeats_on_is_asked_when_they_stop_or_there_is_news() -> None:
+    now, news = 100.0, News()
+    registry = WorkerRegistry(3.0, 5.0, lambda: now)
+    service = ControlPlaneService(registry, KEYS, [], news=news)
+    server = GrpcServer(
+        "127.0.0.1:0", lambda grpc: cp_grpc.add_ControlPlaneServiceServicer_to_server(service, grpc), []
+    )
+    registry.register(an_info(), pb.LoadReport(state=pb.WORKER_STATE_READY))
+    async with open_channel(await server.start()) as channel, asyncio.timeout(30):
+        stream: Any = cp_grpc.ControlPlaneServiceStub(channel).Heartbeats()
+
+        async def beaten() -> cp.HeartbeatReply:
+            await stream.write(a_beat())
+            reply: cp.HeartbeatReply = await stream.read()
+            return reply
+
+        assert (await beaten()).next_ms == 0
+        take_relayed(registry, a_beat(), "host-a")
+        assert (await beaten()).next_ms == SELDOM_MS
+        service.ask()  # nothing to ask for: the next message is the reply to the next heartbeat
+        assert (await beaten()).next_ms == SELDOM_MS
+        # 1. The host has been silent for two seconds: one question, however often the sweep comes.
+        now = 102.0
+        service.ask()
+        service.ask()
+        assert (await stream.read()).next_ms == 0
+        assert (await beaten()).next_ms == 0, "until the host is heard again"
+        # 2. There is news.
+        take_relayed(registry, a_beat(), "host-a")
+        assert (await beaten()).next_ms == SELDOM_MS
+        news.denied.append("a" * 32)
+        service.ask()
+        question = await stream.read()
+        assert (question.next_ms, list(question.deny_list.ids)) == (0, ["a" * 32])
+        assert (await beaten()).next_ms == SELDOM_MS
+        news.bundle_number = 3
+        service.ask()
+        assert (await stream.read()).bundle_number == 3
+        # 3. The KV service of the host is another one.
+        assert (await beaten()).next_ms == SELDOM_MS
+        kv = an_info(worker_id="kv-1", incarnation="kv-life", role=pb.WORKER_ROLE_KV)
+        registry.register(kv, pb.LoadReport(state=pb.WORKER_STATE_READY))
+        service.ask()
+        assert [each.incarnation for each in (await stream.read()).kv_services] == ["kv-life"]
+        service.close()
+    await server.stop(0)
+
+
+async def test_of_many_workers_some_are_asked_in_each_turn() -> None:
+    now = 100.0
+    registry = WorkerRegistry(3.0, 5.0, lambda: now)
+    service = ControlPlaneService(registry, KEYS, [])
+    server = GrpcServer(
+        "127.0.0.1:0", lambda grpc: cp_grpc.add_ControlPlaneServiceServicer_to_server(service, grpc), []
+    )
+    names = [f"decode-{number}" for number in range(40)]
+    async with open_channel(await server.start()) as channel, asyncio.timeout(60):
+        stub = cp_grpc.ControlPlaneServiceStub(channel)
+        streams: list[Any] = []
+        for name in names:
+            registry.register(an_info(worker_id=name, incarnation=name), pb.LoadReport())
+            beat = cp.HeartbeatRequest(worker_id=name, incarnation=name)
+            take_relayed(registry, beat, "host-a")
+            streams.append(stub.Heartbeats())
+            await streams[-1].write(beat)
+            assert (await streams[-1].read()).next_ms == SELDOM_MS
+        now = 102.0
+        assert [service.ask() for _ in range(4)] == [True, True, False, False]
+        for stream in streams:
+            assert (await stream.read()).known
+        service.close()
+    await server.stop(0)
+
+
+async def test_a_control_plane_that_stops_ends_its_streams_at_once() -> None:
+    service = ControlPlaneService(WorkerRegistry(3.0, 5.0), KEYS, [])
+    server = GrpcServer(
+        "127.0.0.1:0", lambda grpc: cp_grpc.add_ControlPlaneServiceServicer_to_server(service, grpc), []
+    )
+    async with open_channel(await server.start()) as channel:
+        stream: Any = cp_grpc.ControlPlaneServiceStub(channel).Heartbeats()
+        await stream.write(a_beat())
+        assert not (await stream.read()).known
+        service.close()
+        async with asyncio.timeout(20):
+            with pytest.raises(Unavailable, match="stops"):
+                await stream.read()
+            await server.stop(3600)  # nothing is left to wait for
 
 
 # ------------------------------------------------------------------------------------------------------------- keys

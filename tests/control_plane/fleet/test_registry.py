@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.registry import RELAYED_SECONDS, Worker, WorkerRegistry
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import StaleIncarnation
@@ -62,6 +63,58 @@ def test_a_heartbeat_before_the_first_sweep_after_a_pause_is_of_now_and_not_of_l
     assert harness.diary == ["one ready"]
     harness.pass_time(5.25)
     assert harness.diary == ["one ready", "one suspected", "one gone"], "it is not alive for two minutes more"
+
+
+def test_a_report_that_waited_at_the_host_does_not_undo_a_later_one() -> None:
+    harness = Harness()
+    harness.register("one", host_id="h")
+    late, direct = (
+        cp.HeartbeatRequest(worker_id="w", incarnation="one", load=pb.LoadReport(state=state), number=number)
+        for number, state in ((7, READY), (8, DRAINING))
+    )
+    assert harness.registry.heartbeat(direct)
+    assert harness.registry.relayed(late, "h")
+    worker = harness.registry.get("w")
+    assert worker is not None and worker.load.state == DRAINING and harness.registry.is_relayed(worker)
+    # A release whose reports come in order says no number.
+    assert harness.beat("one", READY)
+    assert harness.diary == ["one ready", "one draining", "one ready"]
+
+
+def test_a_heartbeat_changes_what_it_reports_and_nothing_else() -> None:
+    harness = Harness()
+    card = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(weights_digest="w"), block_size=16)
+    harness.register("one", LOADING, version=3, host_id="h", card=card)
+    before = harness.registry.get("w")
+    assert before is not None and not before.is_usable and before.figures.num_running == 0
+    harness.now = 1.5
+    load = pb.LoadReport(state=READY, num_running=7)
+    beat = cp.HeartbeatRequest(worker_id="w", incarnation="one", load=load, kv_address="h:2", info_version=3, number=4)
+    assert harness.registry.relayed(beat, "h")
+    after = harness.registry.get("w")
+    assert after is not None
+    expected = replace(
+        before, info=after.info, load=load, last_heartbeat=1.5, number=4, relayed_at=1.5, is_suspected=False
+    )
+    assert {each.name: getattr(after, each.name) for each in fields(Worker)} == {
+        each.name: getattr(expected, each.name) for each in fields(Worker)
+    }
+    assert after.info.kv_address == "h:2" == after.figures.kv_address and before.info.kv_address == ""
+    assert after.is_usable and after.is_ready and after.figures.num_running == 7
+    assert (after.worker_id, after.incarnation, after.role) == ("w", "one", pb.WORKER_ROLE_DECODE)
+    assert not before.is_usable and before.figures.num_running == 0, "a snapshot never changes"
+
+
+def test_after_a_pause_a_host_that_was_heard_before_counts_as_heard() -> None:
+    harness = Harness()
+    harness.register("one", host_id="h")
+    harness.registry.relayed(cp.HeartbeatRequest(worker_id="w", incarnation="one", number=1), "h")
+    harness.now += 60.0
+    harness.registry.sweep()
+    worker = harness.registry.get("w")
+    assert worker is not None and harness.registry.is_relayed(worker)
+    harness.now += RELAYED_SECONDS
+    assert not harness.registry.is_relayed(worker)
 
 
 def test_silence_makes_a_worker_suspected_and_then_gone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -86,6 +87,20 @@ async def test_a_token_is_never_sent_to_another_fleet(world: World, make_empty: 
         issued, key = await _member(world)
         with pytest.raises(Unauthenticated, match="has no certificate of an authority that is expected"):
             await client.renew([address], files_of(issued, key))
+
+
+async def test_a_gateway_that_is_left_is_found_though_another_fleet_has_taken_the_port_of_one_that_is_gone(
+    world: World, make_empty: Callable[[bytes], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_empty(SECRET)
+    await migrated(other)
+    monkeypatch.setattr(random, "sample", lambda addresses, number: sorted(addresses, key=addresses.index))
+    async with gateway(other) as (taken, _), gateway(world) as (left, _):
+        joined = await client.join(await token_for(world, taken, left), "decode")
+        assert joined.identity.role == "decode"
+        assert (await client.renew([taken, left], joined.files)).identity == joined.identity
+        with pytest.raises(Unavailable, match=r"authority that is expected.*; 127\.0\.0\.1:1: cannot connect"):
+            await client.join(await token_for(world, taken, "127.0.0.1:1"), "decode", seconds=0.2)
 
 
 async def test_a_worker_of_the_same_fleet_cannot_collect_tokens(world: World) -> None:

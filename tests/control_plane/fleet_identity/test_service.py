@@ -125,6 +125,9 @@ async def test_a_process_renews_in_time_and_with_each_new_authority(
         files = await asyncio.to_thread(read_certificate, folder)
         assert files.bundle.count(b"BEGIN") == 2 and identity_of(files.certificate) == identity
         assert await checked() == versions[-2]
+        keeper.announced(fleet.bundle_number + 1)
+        assert await checked() not in versions[:-1], "a gateway whose clock is ahead says so"
+        assert await checked() == versions[-2], "and there is no such bundle"
 
 
 async def test_a_process_uses_a_renewed_certificate_that_the_disk_does_not_take(

@@ -25,7 +25,7 @@ from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.certificates.names import Identity
 from tandem_runtime.channel import open_channel
 from tandem_runtime.enrolment.membership import EXIT_REFUSED, StoppedEarly, member_of_fleet
-from tandem_runtime.errors import InvalidRequest, PeerUnauthenticated, Unavailable
+from tandem_runtime.errors import InvalidRequest, PeerUnauthenticated, PermissionDenied, Unavailable
 from tandem_runtime.registration import Registrar
 
 
@@ -118,6 +118,14 @@ async def test_a_process_of_the_machine_needs_no_setting_and_reaches_the_gateway
             assert other.identity in worker.denied and worker.denied.number == 1
             again = await stub.Heartbeat(beat_of(worker), timeout=10)
             assert (again.HasField("deny_list"), list(again.deny_list.ids)) == (True, [])
+
+            # Each heartbeat of a stream is of its sender.
+            stream: Any = stub.Heartbeats()
+            await stream.write(beat_of(worker))
+            assert (await stream.read()).known
+            await stream.write(beat_of(other))
+            with pytest.raises(PermissionDenied, match="may name itself only"):
+                await stream.read()
 
         # The gateway itself refuses it.
         assert running.gateway.member is not None and other.identity in running.gateway.member.denied

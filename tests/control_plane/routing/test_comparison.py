@@ -21,7 +21,7 @@ def fleet(num_prefills: int, num_decodes: int) -> Harness:
         harness.add(f"d{index:02}")
     for index in range(num_prefills):
         speed = 100.0 + index
-        harness.add(f"p{index:02}", PREFILL, counters={"prompt_tokens_computed": speed, "step_seconds": 1.0})
+        harness.add(f"p{index:02}", PREFILL, counters={"prompt_tokens_computed": 1e9 * speed, "step_seconds": 1e9})
     return harness
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.prefix_index import CachedPrefix
@@ -45,6 +45,17 @@ class Harness:
         counters = {"prompt_tokens_computed": 1000.0, "step_seconds": 1.0, "steps": 100.0}
         fields = {"state": pb.WORKER_STATE_READY, "kv": pool, "counters": counters, **load}
         self.registry.register(info, pb.LoadReport(**fields))
+
+    def worker(self, name: str) -> Worker:
+        worker = self.registry.get(name)
+        assert worker is not None
+        return worker
+
+    def handed_over(self, decode: pb.PhaseLedger) -> None:
+        """Report a hand-over from `pa` to `d`, of nothing; prefill had its first token at 1 s."""
+        writer, reader = self.registry.get("pa"), self.registry.get("d")
+        assert writer is not None and reader is not None
+        self.router.costs.handed_over(writer, pb.PhaseLedger(first_token_ns=1_000_000_000), reader, decode)
 
     def learn(self, name: str, num_blocks: int, host: str = "h") -> None:
         self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host, space=self.space)
@@ -148,7 +159,7 @@ def test_a_short_prompt_is_read_by_decode_a_busy_one_takes_only_a_shorter_one() 
     assert harness.router.choose(PROMPT).prefill is not None
     assert (
         harness.router.choose(RoutingRequest("m", 15, 64)).prefill is None
-    )  # 15 ms and half of it again, against 15 + 8
+    )  # 15 ms and half of it again, against 15 + 8.2
     assert harness.router.choose(RoutingRequest("m", 17, 64)).prefill is not None
     harness.add("d", DECODE, num_running=4)
     assert harness.router.choose(RoutingRequest("m", 15, 64)).prefill is not None
@@ -160,11 +171,10 @@ def test_the_break_even_follows_the_measured_hand_over() -> None:
     harness.add("d", DECODE, num_running=2)
     assert harness.router.choose(RoutingRequest("m", 50, 64)).prefill is not None
     for _ in range(30):
-        prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
-        harness.router.costs.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
+        harness.handed_over(pb.PhaseLedger(transfer_end_ns=1_100_000_000))
     route = harness.router.choose(RoutingRequest("m", 50, 64))
     assert route.prefill is None and "decode computes the prompt: d in 50.0 ms" in route.reason
-    assert route.predicted_ms["hand_over"] == pytest.approx(150, rel=0.01)
+    assert route.predicted_ms["hand_over"] == pytest.approx(150.6, rel=0.01)  # 3.1 MB are copied in 0.6 ms
     assert route.predicted_ms["local"] == pytest.approx(100)
 
 
@@ -172,11 +182,9 @@ def test_a_hand_over_begins_when_decode_has_taken_the_request() -> None:
     """It has refused for 900 ms, for want of room; then the cache moved in 100 ms."""
     harness = pair()
     for _ in range(60):
-        prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
-        decode = pb.PhaseLedger(submitted_ns=1_900_000_000, transfer_end_ns=2_000_000_000)
-        harness.router.costs.handed_over(prefill, decode)
+        harness.handed_over(pb.PhaseLedger(submitted_ns=1_900_000_000, transfer_end_ns=2_000_000_000))
     estimate = harness.router.choose(PROMPT).predicted_ms
-    assert estimate["hand_over"] - estimate["prefill"] == pytest.approx(100.0, rel=0.01)
+    assert estimate["hand_over"] - estimate["prefill"] == pytest.approx(106.4, rel=0.01)
 
 
 def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
@@ -209,11 +217,47 @@ def test_decode_is_as_fast_as_it_was_measured_or_else_as_prefill_is() -> None:
     harness = pair(local_prefill="auto")
     assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
     ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=100_000_001)
-    harness.router.costs.prompt_read("d-1", ledger)
+    harness.router.costs.prompt_read(harness.worker("d"), ledger)
     assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601 / 4)
     harness.registry.deregister("d", "d-1")
     harness.add("d", DECODE)
     assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+
+
+def test_equal_workers_seem_nearly_equal_whatever_the_lengths_of_their_prompts() -> None:
+    """A step takes 4 ms and 40 ms for each 1,000 tokens; `a` got new sessions, `b` later turns of theirs."""
+    harness = Harness("h", local_prefill="auto")
+    harness.add("a", DECODE)
+    harness.add("b", DECODE)
+    for _ in range(20):
+        for name, num_tokens in (("a", 128), ("b", 48)):
+            end_ns = 1 + 4_000_000 + 40_000 * num_tokens
+            ledger = pb.PhaseLedger(num_computed_tokens=num_tokens, scheduled_ns=1, first_token_ns=end_ns)
+            harness.router.costs.prompt_read(harness.worker(name), ledger)
+    rate = {name: harness.router.costs.tokens_per_second(harness.worker(name)) for name in "ab"}
+    assert rate["b"] < rate["a"] < 1.2 * rate["b"], "2.1 by their own prompts alone"
+
+
+def test_a_worker_whose_card_has_changed_since_its_prompts_is_as_fast_as_they_say() -> None:
+    """A gateway may have connected before the model was loaded: the ledger came from a worker without one."""
+    harness = Harness("h", local_prefill="auto")
+    harness.add("d", DECODE)
+    before = pb.WorkerInfo(incarnation="d-1", role=DECODE)
+    ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=100_000_001)
+    harness.router.costs.prompt_read(Worker(before, pb.LoadReport(), 0.0), ledger)
+    assert harness.router.costs.tokens_per_second(harness.worker("d")) == pytest.approx(4_000)
+
+
+def test_a_worker_that_is_slow_with_long_prompts_is_known_to_be_slow() -> None:
+    harness = Harness("h", local_prefill="auto")
+    for name, rate in (("fast", 20_000), ("slow", 5_000)):
+        harness.add(name, DECODE)
+        for _ in range(20):
+            ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=1 + 10**9 * 4_000 // rate)
+            harness.router.costs.prompt_read(harness.worker(name), ledger)
+    rates = {name: harness.router.costs.tokens_per_second(harness.worker(name)) for name in ("fast", "slow")}
+    assert rates["slow"] < 5_500
+    assert rates["fast"] > 15_000
 
 
 def test_a_reason_says_all_of_it_in_milliseconds() -> None:
@@ -223,7 +267,7 @@ def test_a_reason_says_all_of_it_in_milliseconds() -> None:
         "pa in 801.0 ms (queue 0.0, load 0.0, compute 801.0; cached 800 own, 0 host, 0 remote, 801 to compute), "
         "the soonest of 2 prefill workers; 1 decode workers"
     )
-    assert harness.prefill_of()[1].describe()["predicted_hand_over_ms"] == 809.0
+    assert harness.prefill_of()[1].describe()["predicted_hand_over_ms"] == 815.4
 
 
 def test_nothing_is_known_of_a_prompt_whose_cache_is_nobodys() -> None:

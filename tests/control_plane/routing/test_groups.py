@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.router import Route, Router
@@ -65,6 +65,11 @@ class Fleet:
         self.add(f"p-{suffix}", PREFILL, numerics_class, **fields)
         self.add(f"d-{suffix}", DECODE, numerics_class, **fields)
 
+    def worker(self, name: str) -> Worker:
+        worker = self.registry.get(name)
+        assert worker is not None
+        return worker
+
     def learn(self, name: str, num_blocks: int, host: str = "") -> None:
         worker = self.registry.get(name)
         assert worker is not None
@@ -118,7 +123,7 @@ def test_a_group_whose_engine_is_slow_gets_as_many_answers_at_once_as_the_other(
         counters = {"tokens_generated": speeds[name], "step_seconds": 1.0, "steps": 100.0}
         fleet.add(name, DECODE, numerics_class, load={"counters": counters}, exactness=exactness)
         fleet.router.costs.prompt_read(
-            name, pb.PhaseLedger(scheduled_ns=1, first_token_ns=10**9, num_computed_tokens=rates[name])
+            fleet.worker(name), pb.PhaseLedger(scheduled_ns=1, first_token_ns=10**9, num_computed_tokens=rates[name])
         )
     spaces = {worker.space for worker in fleet.registry.workers(DECODE)}
     assert len(spaces) == (1 if exactness == "layout" else 2), "classes of one space are groups, too"

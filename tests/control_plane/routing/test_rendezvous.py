@@ -14,7 +14,7 @@ from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.rendezvous import MAX_SHARE, home, key_of
 from control_plane.routing.session_affinity import SessionRoute
-from control_plane.routing.worker_table import MY_ANSWERS, TableKey, WorkerTable
+from control_plane.routing.worker_table import NUM_COLUMNS, TableKey, WorkerTable
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.routing.test_worker_columns import CHAIN, DECODE, GRAIN, NUM_WORKERS, PROMPT, Harness
 
@@ -26,14 +26,15 @@ def table_of(*workers: tuple[str, str]) -> WorkerTable:
     table = WorkerTable(TableKey(DECODE, "m", b"", b"", b"", ""))
     for name, host in workers:
         info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=DECODE, host_id=host)
-        table.put(Worker(info, pb.LoadReport(), 0.0), [0.0] * (MY_ANSWERS + 1))
+        table.put(Worker(info, pb.LoadReport(), 0.0), [0.0] * NUM_COLUMNS)
     return table
 
 
 def homes(table: WorkerTable, weights: list[float] | None = None, loads: list[float] | None = None) -> list[str]:
     """Return the name of each key's worker."""
     number, chance = len(table), random.Random(1)
-    arrays = np.array(weights or [1.0] * number), np.array(loads or [0.0] * number), np.ones(number, bool)
+    shares = table.weights(np.array(weights or [1.0] * number))
+    arrays = shares, np.array(loads or [0.0] * number), np.ones(number, bool)
     rows = [home(table, chance.getrandbits(64), *arrays) for _ in range(NUM_KEYS)]
     return [table.workers[row].worker_id for row in rows if row is not None]
 

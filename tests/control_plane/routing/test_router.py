@@ -69,12 +69,12 @@ def test_a_faster_prefill_worker_gets_more() -> None:
     harness = Harness()
     harness.add_kv()
     harness.add("d")
-    harness.add("slow", PREFILL, counters={"prompt_tokens_computed": 100.0, "step_seconds": 1.0})
-    harness.add("fast", PREFILL, counters={"prompt_tokens_computed": 1000.0, "step_seconds": 1.0})
+    harness.add("slow", PREFILL, counters={"prompt_tokens_computed": 1e11, "step_seconds": 1e9})
+    harness.add("fast", PREFILL, counters={"prompt_tokens_computed": 1e12, "step_seconds": 1e9})
     harness.router.in_flight.prefill_tokens["fast-1"] = 500
     route = harness.router.choose(RoutingRequest("m", 100, 10))
     assert route.prefill is not None and route.prefill.worker_id == "fast"
-    assert route.predicted_ms["prefill"] == 600.0
+    assert route.predicted_ms["prefill"] == pytest.approx(600.0)
 
 
 @pytest.mark.parametrize("state", [pb.WORKER_STATE_LOADING, pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_FAILED])

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,6 +147,15 @@ def test_ten_million_blocks_take_less_than_50_mb_and_at_most_40_bytes_a_point() 
     assert len(small) > 17_800  # with 90 % of the slots taken, less than 1.2 % were dropped
 
 
+def test_memory_is_taken_before_the_first_point_and_never_again() -> None:
+    index = SamplePointIndex()
+    index.take_memory()
+    index.learn(CHAIN[:8], "a-1", "host-a")
+    assert index.find(CHAIN).seen_from("a-1", "host-a") == CachedPrefix(own=8)
+    with pytest.raises(AssertionError, match="would be lost"):
+        index.take_memory()
+
+
 def test_a_full_index_keeps_its_size_and_what_was_learnt_last() -> None:
     index = SamplePointIndex(max_blocks=8_000)
     num_bytes = index.num_bytes
@@ -239,6 +249,17 @@ def test_a_snapshot_replaces_what_a_host_had() -> None:
     index.begin_snapshot("host-a")
     index.report([PlaceChanges("a-1", "host-a", keys[:3], NONE)])
     assert index.find(CHAIN) == PrefixMatch({"a-1": 4, "other": 64}, {"host-b": 64})
+
+
+def test_a_pool_is_of_the_host_that_told_of_it_last() -> None:
+    index = SamplePointIndex()
+    keys = keys_of(CHAIN[:64])
+    index.report([PlaceChanges("a-1", "host-a", keys, NONE)])
+    index.report([PlaceChanges("a-1", "host-b", keys[:3], NONE)])
+    index.begin_snapshot("host-a")
+    assert index.find(CHAIN).pools == {"a-1": 64}
+    index.begin_snapshot("host-b")
+    assert index.find(CHAIN).pools == {}
 
 
 def test_a_pool_ends_with_its_worker_and_a_store_with_its_kv_service() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -70,8 +71,9 @@ class WatchedMachine(HandleMachine):
     def has_right(self, reader_id: str, now: float) -> bool:
         return self._readers_rights.get(reader_id, 0.0) > now
 
-    def reserve(self, now: float, writer: str, lease_seconds: float) -> bool:
-        is_new = bool(self._step("reserve", super().reserve, now, writer, lease_seconds))
+    def reserve(self, now: float, writer: str, lease_seconds: float, *, is_windowed: bool = False) -> bool:
+        reserve = partial(super().reserve, is_windowed=is_windowed)
+        is_new = bool(self._step("reserve", reserve, now, writer, lease_seconds))
         if is_new:
             self._writers_right, self._writers_seconds = now + lease_seconds, lease_seconds
         return is_new

@@ -106,7 +106,7 @@ def test_a_cancelled_call_is_not_encoded_further_and_not_answered() -> None:
     core.handle_some(EncodeTexts(1, [_text(1, 1), _text(2, 2), _text(3, 3)]))
     core.handle_some(EncodeTexts(2, [_text(4, 4)]))
     (stats,) = _step(core)
-    assert stats == EncoderStats(1, 1, 6, stats.counters)
+    assert stats == EncoderStats(1, 1, 6, stats.counters, 8)
     # 2. The call is cancelled, twice, and so is one that was never here.
     for key in (1, 1, 55):
         core.handle_some(CancelTexts(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 import tandem.v1
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.access import RULES
 from tandem_runtime.certificates.names import Role
 from tandem_runtime.errors import InternalError
 
@@ -87,13 +88,26 @@ def methods() -> list[Method]:
 
 
 def add_all(server: grpc.aio.Server) -> None:
-    """Add a servicer without any implementation for each service but health's, which every server has."""
+    """Add a servicer for each service but health's, which every server has. It implements nothing.
+
+    Streams of which each request is checked are read first.
+    """
     for service in services():
         if service.full_name.startswith("tandem."):
             stem = service.file.name.removesuffix(".proto").replace("/", ".")
             module = importlib.import_module(f"{stem}_pb2_grpc")
             add: Callable[..., None] = getattr(module, f"add_{service.name}Servicer_to_server")
-            add(getattr(module, f"{service.name}Servicer")(), server)
+            servicer = getattr(module, f"{service.name}Servicer")()
+            for method in service.methods:
+                if method.client_streaming and RULES[f"/{service.full_name}/{method.name}"].claims_id is not None:
+                    setattr(servicer, method.name, _read_and_raise)
+            add(servicer, server)
+
+
+async def _read_and_raise(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async for _ in requests:
+        raise NotImplementedError
+    yield  # this is a generator
 
 
 def truthful(method: Method, role: Role, id: str) -> Message:
@@ -106,4 +120,6 @@ def truthful(method: Method, role: Role, id: str) -> Message:
         request.info.role = roles.get(role, pb.WORKER_ROLE_UNSPECIFIED)
     elif "worker_id" in fields:
         request.worker_id = id
+    elif "heartbeat" in fields:
+        request.heartbeat.worker_id = id
     return request  # type: ignore[no-any-return]

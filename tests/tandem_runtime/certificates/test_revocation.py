@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,12 @@ class _ControlPlane(ControlPlaneServiceServicer):
     async def Register(self, request: cp.RegisterRequest, context: Any) -> cp.RegisterReply:
         self.numbers.put_nowait(request.deny_list_number)
         return cp.RegisterReply(heartbeat_interval_ms=10, deny_list=self._list)
+
+    async def Heartbeats(
+        self, requests: AsyncIterator[cp.HeartbeatRequest], context: Any
+    ) -> AsyncIterator[cp.HeartbeatReply]:
+        async for request in requests:
+            yield await self.Heartbeat(request, context)
 
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         self.numbers.put_nowait(request.deny_list_number)

@@ -179,6 +179,28 @@ def test_a_seal_renews_the_writers_lease() -> None:
     assert machine.lease_until == 22.0
 
 
+def test_a_writer_that_passes_a_prompt_in_windows_does_not_wait_for_readers_that_are_gone() -> None:
+    machine = awaited()
+    machine.reserve(0.0, "w", 10.0, is_windowed=True)
+    machine.lease(12.0, "r", 10.0)
+    machine.seal(20.0, [slab(0)])
+    machine.renew_writer(21.0)
+    assert (machine.lease_until, machine.expire(21.9)) == (22.0, False)
+    assert machine.expire(22.0)
+    assert "its writer waits for readers and has none" in str(machine.end_error)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_readers_of_a_prompt_that_passes_in_windows_come_within_two_leases(*, fills: bool) -> None:
+    machine = awaited()
+    machine.reserve(0.0, "w", 10.0, is_windowed=True)
+    if fills:
+        machine.seal(5.0, [slab(0)])
+    machine.renew_writer(14.0)
+    assert not machine.expire(19.9)
+    assert machine.expire(20.0)
+
+
 def test_after_the_close_the_last_readers_lease_counts() -> None:
     machine = sealed(num_readers=2)
     machine.lease(5.0, "a", 10.0)

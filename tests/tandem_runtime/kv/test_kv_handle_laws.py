@@ -47,9 +47,9 @@ class AnyOrder(RuleBasedStateMachine):
         handle = self.handle
         return handle.state, handle.num_leases, len(handle.slabs), handle.closed, handle.lease_until, handle.end_error
 
-    @rule(writer=st.sampled_from(["w", "x"]))
-    def reserve(self, writer: str) -> None:
-        self.attempt(lambda: self.handle.reserve(self.now, writer, 10.0))
+    @rule(writer=st.sampled_from(["w", "x"]), is_windowed=st.booleans())
+    def reserve(self, writer: str, is_windowed: bool) -> None:
+        self.attempt(lambda: self.handle.reserve(self.now, writer, 10.0, is_windowed=is_windowed))
 
     @rule(index=st.integers(0, 3), is_closing=st.booleans())
     def seal(self, index: int, is_closing: bool) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem/v1/control_plane.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"l\n\x10KvServiceAddress\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0e\n\x06socket\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"\x8b\x01\n\x0fRegisterRequest\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x14\n\x0cinfo_version\x18\x03 \x01(\x04\x12\x18\n\x10\x64\x65ny_list_number\x18\n \x01(\x04\"\xf3\x01\n\rRegisterReply\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\x03\x12\x10\n\x08replicas\x18\x02 \x03(\t\x12\x12\n\nhandle_key\x18\x03 \x01(\x0c\x12\x30\n\x0bkv_services\x18\x04 \x03(\x0b\x32\x1b.tandem.v1.KvServiceAddress\x12\x1a\n\x12handle_public_keys\x18\x08 \x03(\x0c\x12\x10\n\x08link_key\x18\t \x01(\x0c\x12&\n\tdeny_list\x18\n \x01(\x0b\x32\x13.tandem.v1.DenyList\x12\x15\n\rbundle_number\x18\x0b \x01(\x04\"\'\n\x08\x44\x65nyList\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\t\"\xa3\x01\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x12\n\nkv_address\x18\x04 \x01(\t\x12\x14\n\x0cinfo_version\x18\x05 \x01(\x04\x12\x18\n\x10\x64\x65ny_list_number\x18\n \x01(\x04\"\xa2\x01\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x10\n\x08replicas\x18\x02 \x03(\t\x12\x30\n\x0bkv_services\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.KvServiceAddress\x12&\n\tdeny_list\x18\n \x01(\x0b\x32\x13.tandem.v1.DenyList\x12\x15\n\rbundle_number\x18\x0b \x01(\x04\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0f\x44\x65registerReply\"\x14\n\x12ListWorkersRequest\"<\n\x10ListWorkersReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\"\x8b\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x1e\n\x16last_heartbeat_unix_ms\x18\x03 \x01(\x03\x12\x11\n\tsuspected\x18\x04 \x01(\x08\x32\xaf\x02\n\x13\x43ontrolPlaneService\x12@\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x18.tandem.v1.RegisterReply\x12\x43\n\tHeartbeat\x12\x1b.tandem.v1.HeartbeatRequest\x1a\x19.tandem.v1.HeartbeatReply\x12\x46\n\nDeregister\x12\x1c.tandem.v1.DeregisterRequest\x1a\x1a.tandem.v1.DeregisterReply\x12I\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem/v1/control_plane.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"l\n\x10KvServiceAddress\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0e\n\x06socket\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"\x9b\x01\n\x0fRegisterRequest\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x14\n\x0cinfo_version\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x18\n\x10\x64\x65ny_list_number\x18\n \x01(\x04\"\xf3\x01\n\rRegisterReply\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\x03\x12\x10\n\x08replicas\x18\x02 \x03(\t\x12\x12\n\nhandle_key\x18\x03 \x01(\x0c\x12\x30\n\x0bkv_services\x18\x04 \x03(\x0b\x32\x1b.tandem.v1.KvServiceAddress\x12\x1a\n\x12handle_public_keys\x18\x08 \x03(\x0c\x12\x10\n\x08link_key\x18\t \x01(\x0c\x12&\n\tdeny_list\x18\n \x01(\x0b\x32\x13.tandem.v1.DenyList\x12\x15\n\rbundle_number\x18\x0b \x01(\x04\"\'\n\x08\x44\x65nyList\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\t\"\xb3\x01\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x12\n\nkv_address\x18\x04 \x01(\t\x12\x14\n\x0cinfo_version\x18\x05 \x01(\x04\x12\x0e\n\x06number\x18\x06 \x01(\x04\x12\x18\n\x10\x64\x65ny_list_number\x18\n \x01(\x04\"\xb3\x01\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x10\n\x08replicas\x18\x02 \x03(\t\x12\x30\n\x0bkv_services\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.KvServiceAddress\x12\x0f\n\x07next_ms\x18\x04 \x01(\r\x12&\n\tdeny_list\x18\n \x01(\x0b\x32\x13.tandem.v1.DenyList\x12\x15\n\rbundle_number\x18\x0b \x01(\x04\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0f\x44\x65registerReply\"\x14\n\x12ListWorkersRequest\"<\n\x10ListWorkersReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\"\x8b\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x1e\n\x16last_heartbeat_unix_ms\x18\x03 \x01(\x03\x12\x11\n\tsuspected\x18\x04 \x01(\x08\x32\xf9\x02\n\x13\x43ontrolPlaneService\x12@\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x18.tandem.v1.RegisterReply\x12H\n\nHeartbeats\x12\x1b.tandem.v1.HeartbeatRequest\x1a\x19.tandem.v1.HeartbeatReply(\x01\x30\x01\x12\x43\n\tHeartbeat\x12\x1b.tandem.v1.HeartbeatRequest\x1a\x19.tandem.v1.HeartbeatReply\x12\x46\n\nDeregister\x12\x1c.tandem.v1.DeregisterRequest\x1a\x1a.tandem.v1.DeregisterReply\x12I\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVSERVICEADDRESS']._serialized_start=67
   _globals['_KVSERVICEADDRESS']._serialized_end=175
   _globals['_REGISTERREQUEST']._serialized_start=178
-  _globals['_REGISTERREQUEST']._serialized_end=317
-  _globals['_REGISTERREPLY']._serialized_start=320
-  _globals['_REGISTERREPLY']._serialized_end=563
-  _globals['_DENYLIST']._serialized_start=565
-  _globals['_DENYLIST']._serialized_end=604
-  _globals['_HEARTBEATREQUEST']._serialized_start=607
-  _globals['_HEARTBEATREQUEST']._serialized_end=770
-  _globals['_HEARTBEATREPLY']._serialized_start=773
-  _globals['_HEARTBEATREPLY']._serialized_end=935
-  _globals['_DEREGISTERREQUEST']._serialized_start=937
-  _globals['_DEREGISTERREQUEST']._serialized_end=996
-  _globals['_DEREGISTERREPLY']._serialized_start=998
-  _globals['_DEREGISTERREPLY']._serialized_end=1015
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1017
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1037
-  _globals['_LISTWORKERSREPLY']._serialized_start=1039
-  _globals['_LISTWORKERSREPLY']._serialized_end=1099
-  _globals['_WORKERSTATUS']._serialized_start=1102
-  _globals['_WORKERSTATUS']._serialized_end=1241
-  _globals['_CONTROLPLANESERVICE']._serialized_start=1244
-  _globals['_CONTROLPLANESERVICE']._serialized_end=1547
+  _globals['_REGISTERREQUEST']._serialized_end=333
+  _globals['_REGISTERREPLY']._serialized_start=336
+  _globals['_REGISTERREPLY']._serialized_end=579
+  _globals['_DENYLIST']._serialized_start=581
+  _globals['_DENYLIST']._serialized_end=620
+  _globals['_HEARTBEATREQUEST']._serialized_start=623
+  _globals['_HEARTBEATREQUEST']._serialized_end=802
+  _globals['_HEARTBEATREPLY']._serialized_start=805
+  _globals['_HEARTBEATREPLY']._serialized_end=984
+  _globals['_DEREGISTERREQUEST']._serialized_start=986
+  _globals['_DEREGISTERREQUEST']._serialized_end=1045
+  _globals['_DEREGISTERREPLY']._serialized_start=1047
+  _globals['_DEREGISTERREPLY']._serialized_end=1064
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1066
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1086
+  _globals['_LISTWORKERSREPLY']._serialized_start=1088
+  _globals['_LISTWORKERSREPLY']._serialized_end=1148
+  _globals['_WORKERSTATUS']._serialized_start=1151
+  _globals['_WORKERSTATUS']._serialized_end=1290
+  _globals['_CONTROLPLANESERVICE']._serialized_start=1293
+  _globals['_CONTROLPLANESERVICE']._serialized_end=1670
 # @@protoc_insertion_point(module_scope)

@@ -59,9 +59,12 @@ class RegisterRequest(message.Message):
     INFO_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     INFO_VERSION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     DENY_LIST_NUMBER_FIELD_NUMBER: builtins.int
     info_version: builtins.int
     """of this incarnation's info; a version older than the known one arrived late and is ignored"""
+    number: builtins.int
+    """as in HeartbeatRequest"""
     deny_list_number: builtins.int
     """the largest `number` of a deny list that the sender has got"""
     @builtins.property
@@ -74,11 +77,12 @@ class RegisterRequest(message.Message):
         info: types_pb2.WorkerInfo | None = ...,
         load: types_pb2.LoadReport | None = ...,
         info_version: builtins.int = ...,
+        number: builtins.int = ...,
         deny_list_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "info", b"info", "info_version", b"info_version", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "info", b"info", "info_version", b"info_version", "load", b"load", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -168,12 +172,17 @@ class HeartbeatRequest(message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     KV_ADDRESS_FIELD_NUMBER: builtins.int
     INFO_VERSION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     DENY_LIST_NUMBER_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     kv_address: builtins.str
     info_version: builtins.int
     """of the info that the sender has registered"""
+    number: builtins.int
+    """Grows with each report of an incarnation, from 1: a report that comes after a later one says nothing new. 0: of a
+    release whose reports come in order.
+    """
     deny_list_number: builtins.int
     """the largest `number` of a deny list that the sender has got"""
     @builtins.property
@@ -186,11 +195,12 @@ class HeartbeatRequest(message.Message):
         load: types_pb2.LoadReport | None = ...,
         kv_address: builtins.str = ...,
         info_version: builtins.int = ...,
+        number: builtins.int = ...,
         deny_list_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "incarnation", b"incarnation", "info_version", b"info_version", "kv_address", b"kv_address", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "incarnation", b"incarnation", "info_version", b"info_version", "kv_address", b"kv_address", "load", b"load", "number", b"number", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,9 +211,12 @@ class HeartbeatReply(message.Message):
     KNOWN_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     KV_SERVICES_FIELD_NUMBER: builtins.int
+    NEXT_MS_FIELD_NUMBER: builtins.int
     DENY_LIST_FIELD_NUMBER: builtins.int
     BUNDLE_NUMBER_FIELD_NUMBER: builtins.int
     known: builtins.bool
+    next_ms: builtins.int
+    """when the next heartbeat of this stream is due; 0: after the interval of the registration"""
     bundle_number: builtins.int
     """of the trust bundle; a process with a smaller one renews its certificate at once"""
     @builtins.property
@@ -218,12 +231,13 @@ class HeartbeatReply(message.Message):
         known: builtins.bool = ...,
         replicas: abc.Iterable[builtins.str] | None = ...,
         kv_services: abc.Iterable[KvServiceAddress] | None = ...,
+        next_ms: builtins.int = ...,
         deny_list: DenyList | None = ...,
         bundle_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["deny_list", b"deny_list"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["bundle_number", b"bundle_number", "deny_list", b"deny_list", "known", b"known", "kv_services", b"kv_services", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bundle_number", b"bundle_number", "deny_list", b"deny_list", "known", b"known", "kv_services", b"kv_services", "next_ms", b"next_ms", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

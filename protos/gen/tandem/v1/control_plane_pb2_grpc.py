@@ -39,6 +39,11 @@ class ControlPlaneServiceStub:
                 request_serializer=tandem_dot_v1_dot_control__plane__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_control__plane__pb2.RegisterReply.FromString,
                 _registered_method=True)
+        self.Heartbeats = channel.stream_stream(
+                '/tandem.v1.ControlPlaneService/Heartbeats',
+                request_serializer=tandem_dot_v1_dot_control__plane__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__plane__pb2.HeartbeatReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/tandem.v1.ControlPlaneService/Heartbeat',
                 request_serializer=tandem_dot_v1_dot_control__plane__pb2.HeartbeatRequest.SerializeToString,
@@ -65,8 +70,16 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeats(self, request_iterator, context):
+        """A heartbeat every second, and a reply to each. A sender whose reply has `known` unset registers again, as does one
+        whose stream has ended. A reply that nobody waits for asks for a heartbeat at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
-        """Sent every second. A sender whose reply has `known` unset registers again.
+        """One heartbeat: for processes of releases without the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +104,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=tandem_dot_v1_dot_control__plane__pb2.RegisterRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_control__plane__pb2.RegisterReply.SerializeToString,
+            ),
+            'Heartbeats': grpc.stream_stream_rpc_method_handler(
+                    servicer.Heartbeats,
+                    request_deserializer=tandem_dot_v1_dot_control__plane__pb2.HeartbeatRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__plane__pb2.HeartbeatReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -135,6 +153,33 @@ class ControlPlaneService:
             '/tandem.v1.ControlPlaneService/Register',
             tandem_dot_v1_dot_control__plane__pb2.RegisterRequest.SerializeToString,
             tandem_dot_v1_dot_control__plane__pb2.RegisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeats(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.ControlPlaneService/Heartbeats',
+            tandem_dot_v1_dot_control__plane__pb2.HeartbeatRequest.SerializeToString,
+            tandem_dot_v1_dot_control__plane__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,

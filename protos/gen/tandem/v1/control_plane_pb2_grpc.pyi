@@ -34,8 +34,12 @@ class ControlPlaneServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlPlaneServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_control_plane_pb2.RegisterRequest, _control_plane_pb2.RegisterReply]
+    Heartbeats: _grpc.StreamStreamMultiCallable[_control_plane_pb2.HeartbeatRequest, _control_plane_pb2.HeartbeatReply]
+    """A heartbeat every second, and a reply to each. A sender whose reply has `known` unset registers again, as does one
+    whose stream has ended. A reply that nobody waits for asks for a heartbeat at once.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_control_plane_pb2.HeartbeatRequest, _control_plane_pb2.HeartbeatReply]
-    """Sent every second. A sender whose reply has `known` unset registers again."""
+    """One heartbeat: for processes of releases without the stream."""
     Deregister: _grpc.UnaryUnaryMultiCallable[_control_plane_pb2.DeregisterRequest, _control_plane_pb2.DeregisterReply]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_control_plane_pb2.ListWorkersRequest, _control_plane_pb2.ListWorkersReply]
 
@@ -43,8 +47,12 @@ class ControlPlaneServiceStub:
 class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_control_plane_pb2.RegisterRequest, _control_plane_pb2.RegisterReply]  # type: ignore[assignment]
+    Heartbeats: _aio.StreamStreamMultiCallable[_control_plane_pb2.HeartbeatRequest, _control_plane_pb2.HeartbeatReply]  # type: ignore[assignment]
+    """A heartbeat every second, and a reply to each. A sender whose reply has `known` unset registers again, as does one
+    whose stream has ended. A reply that nobody waits for asks for a heartbeat at once.
+    """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_control_plane_pb2.HeartbeatRequest, _control_plane_pb2.HeartbeatReply]  # type: ignore[assignment]
-    """Sent every second. A sender whose reply has `known` unset registers again."""
+    """One heartbeat: for processes of releases without the stream."""
     Deregister: _aio.UnaryUnaryMultiCallable[_control_plane_pb2.DeregisterRequest, _control_plane_pb2.DeregisterReply]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_control_plane_pb2.ListWorkersRequest, _control_plane_pb2.ListWorkersReply]  # type: ignore[assignment]
 
@@ -57,12 +65,22 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_plane_pb2.RegisterReply, _abc.Awaitable[_control_plane_pb2.RegisterReply]]: ...
 
     @_abc_1.abstractmethod
+    def Heartbeats(
+        self,
+        request_iterator: _MaybeAsyncIterator[_control_plane_pb2.HeartbeatRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_plane_pb2.HeartbeatReply], _abc.AsyncIterator[_control_plane_pb2.HeartbeatReply]]:
+        """A heartbeat every second, and a reply to each. A sender whose reply has `known` unset registers again, as does one
+        whose stream has ended. A reply that nobody waits for asks for a heartbeat at once.
+        """
+
+    @_abc_1.abstractmethod
     def Heartbeat(
         self,
         request: _control_plane_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_plane_pb2.HeartbeatReply, _abc.Awaitable[_control_plane_pb2.HeartbeatReply]]:
-        """Sent every second. A sender whose reply has `known` unset registers again."""
+        """One heartbeat: for processes of releases without the stream."""
 
     @_abc_1.abstractmethod
     def Deregister(

@@ -13,6 +13,7 @@ from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
 from google.protobuf.internal import containers as containers
 from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
+from tandem.v1 import control_plane_pb2 as control_plane_pb2
 from tandem.v1 import types_pb2 as types_pb2
 import builtins as builtins
 import sys
@@ -809,40 +810,63 @@ class BlockEventsRequest(message.Message):
 
     DESCRIPTOR: descriptor.Descriptor
 
+    TABLES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def tables(self) -> types_pb2.AskTables:
+        """not in the first request; only to a service whose snapshot has answers_tables"""
+
     def __init__(
         self,
+        *,
+        tables: types_pb2.AskTables | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class BlockEventBatch(message.Message):
-    """Sent at most four times a second, except for the parts of a snapshot."""
+    """Sent at most four times a second, except for the parts of a snapshot and of tables."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
     IS_SNAPSHOT_FIELD_NUMBER: builtins.int
     PLACES_FIELD_NUMBER: builtins.int
+    HEARTBEATS_FIELD_NUMBER: builtins.int
+    ANSWERS_TABLES_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
     number: builtins.int
     """grows by one from message to message of a stream, from 0"""
     is_snapshot: builtins.bool
     """forget all that this service has told before; also sent to a reader that was too slow"""
+    answers_tables: builtins.bool
+    """with is_snapshot: the service answers BlockEventsRequest.tables"""
     @builtins.property
     def places(self) -> containers.RepeatedCompositeFieldContainer[PlaceEvents]: ...
+    @builtins.property
+    def heartbeats(self) -> containers.RepeatedCompositeFieldContainer[control_plane_pb2.HeartbeatRequest]:
+        """of this service and of the host's workers: the latest of each"""
+
+    @builtins.property
+    def tables(self) -> types_pb2.TablesPart:
+        """alone in its message, which has no number"""
+
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         is_snapshot: builtins.bool = ...,
         places: abc.Iterable[PlaceEvents] | None = ...,
+        heartbeats: abc.Iterable[control_plane_pb2.HeartbeatRequest] | None = ...,
+        answers_tables: builtins.bool = ...,
+        tables: types_pb2.TablesPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["is_snapshot", b"is_snapshot", "number", b"number", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "heartbeats", b"heartbeats", "is_snapshot", b"is_snapshot", "number", b"number", "places", b"places", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -885,6 +909,7 @@ class PoolReport(message.Message):
     IS_WHOLE_FIELD_NUMBER: builtins.int
     STORED_FIELD_NUMBER: builtins.int
     EVICTED_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """of the worker; equal in all messages of a stream"""
     is_whole: builtins.bool
@@ -892,6 +917,10 @@ class PoolReport(message.Message):
     stored: builtins.bytes
     """keys, as in PlaceEvents"""
     evicted: builtins.bytes
+    @builtins.property
+    def heartbeat(self) -> control_plane_pb2.HeartbeatRequest:
+        """for all gateways that read this service's block events"""
+
     def __init__(
         self,
         *,
@@ -899,10 +928,11 @@ class PoolReport(message.Message):
         is_whole: builtins.bool = ...,
         stored: builtins.bytes = ...,
         evicted: builtins.bytes = ...,
+        heartbeat: control_plane_pb2.HeartbeatRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["evicted", b"evicted", "incarnation", b"incarnation", "is_whole", b"is_whole", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["evicted", b"evicted", "heartbeat", b"heartbeat", "incarnation", b"incarnation", "is_whole", b"is_whole", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -101,7 +101,7 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.FromString,
                 _registered_method=True)
-        self.BlockEvents = channel.unary_stream(
+        self.BlockEvents = channel.stream_stream(
                 '/tandem.v1.KvTransferService/BlockEvents',
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.FromString,
@@ -234,8 +234,10 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def BlockEvents(self, request, context):
+    def BlockEvents(self, request_iterator, context):
         """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes.
+        Between them it answers what the gateway asks. A gateway of an earlier release sends one request only, and a service
+        of an earlier release reads one only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,7 +264,8 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tables(self, request, context):
-        """Returns the handles, leases and regions of this service, for the auditor.
+        """Returns the handles, leases and regions of this service, for the auditor: of a service that does not answer it
+        between block events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,7 +353,7 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.SerializeToString,
             ),
-            'BlockEvents': grpc.unary_stream_rpc_method_handler(
+            'BlockEvents': grpc.stream_stream_rpc_method_handler(
                     servicer.BlockEvents,
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.BlockEventBatch.SerializeToString,
@@ -748,7 +751,7 @@ class KvTransferService:
             _registered_method=True)
 
     @staticmethod
-    def BlockEvents(request,
+    def BlockEvents(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -758,8 +761,8 @@ class KvTransferService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/tandem.v1.KvTransferService/BlockEvents',
             tandem_dot_v1_dot_kv__transfer__pb2.BlockEventsRequest.SerializeToString,

@@ -68,15 +68,20 @@ class KvTransferServiceStub:
     """Lends the blocks of a prompt that are in the store's memory, on its disk or on another host."""
     Unload: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]
     """Releases the lease of a Load."""
-    BlockEvents: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]
-    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    BlockEvents: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]
+    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes.
+    Between them it answers what the gateway asks. A gateway of an earlier release sends one request only, and a service
+    of an earlier release reads one only.
+    """
     ReportPool: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]
     """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
     Tables: _grpc.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]
-    """Returns the handles, leases and regions of this service, for the auditor."""
+    """Returns the handles, leases and regions of this service, for the auditor: of a service that does not answer it
+    between block events.
+    """
     OpenLink: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]
     """Returns to another KV service the transports besides Read, and a token that permits their use."""
     Probe: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]
@@ -115,15 +120,20 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Lends the blocks of a prompt that are in the store's memory, on its disk or on another host."""
     Unload: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]  # type: ignore[assignment]
     """Releases the lease of a Load."""
-    BlockEvents: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]  # type: ignore[assignment]
-    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+    BlockEvents: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.BlockEventsRequest, _kv_transfer_pb2.BlockEventBatch]  # type: ignore[assignment]
+    """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes.
+    Between them it answers what the gateway asks. A gateway of an earlier release sends one request only, and a service
+    of an earlier release reads one only.
+    """
     ReportPool: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.PoolReport, _kv_transfer_pb2.PoolReportReply]  # type: ignore[assignment]
     """Takes the sample points of a worker's pool: first all, then changes. Open as long as the worker lives."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns the bytes of the longest stored run of blocks, to another host's service."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
     Tables: _aio.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]  # type: ignore[assignment]
-    """Returns the handles, leases and regions of this service, for the auditor."""
+    """Returns the handles, leases and regions of this service, for the auditor: of a service that does not answer it
+    between block events.
+    """
     OpenLink: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]  # type: ignore[assignment]
     """Returns to another KV service the transports besides Read, and a token that permits their use."""
     Probe: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]  # type: ignore[assignment]
@@ -241,10 +251,13 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def BlockEvents(
         self,
-        request: _kv_transfer_pb2.BlockEventsRequest,
+        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.BlockEventsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.BlockEventBatch], _abc.AsyncIterator[_kv_transfer_pb2.BlockEventBatch]]:
-        """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes."""
+        """Tells gateways which sample points the host's store and the pools of its workers have: first all, then changes.
+        Between them it answers what the gateway asks. A gateway of an earlier release sends one request only, and a service
+        of an earlier release reads one only.
+        """
 
     @_abc_1.abstractmethod
     def ReportPool(
@@ -275,7 +288,9 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tables_pb2.TablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tables_pb2.TablesReply, _abc.Awaitable[_tables_pb2.TablesReply]]:
-        """Returns the handles, leases and regions of this service, for the auditor."""
+        """Returns the handles, leases and regions of this service, for the auditor: of a service that does not answer it
+        between block events.
+        """
 
     @_abc_1.abstractmethod
     def OpenLink(

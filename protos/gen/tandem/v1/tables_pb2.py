@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/tables.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"!\n\rTablesRequest\x12\x10\n\x08max_rows\x18\x01 \x01(\r\"\xa3\x04\n\x0bTablesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bnow_unix_ms\x18\x02 \x01(\x03\x12\x10\n\x08lease_ms\x18\x03 \x01(\x03\x12\x14\n\x0cnum_left_out\x18\x04 \x01(\r\x12%\n\x07handles\x18\x05 \x03(\x0b\x32\x14.tandem.v1.HandleRow\x12,\n\nunreported\x18\x06 \x03(\x0b\x32\x18.tandem.v1.UnreportedRow\x12%\n\x07regions\x18\x07 \x03(\x0b\x32\x14.tandem.v1.RegionRow\x12.\n\x0cstore_leases\x18\x08 \x03(\x0b\x32\x18.tandem.v1.StoreLeaseRow\x12+\n\x0blate_copies\x18\t \x03(\x0b\x32\x16.tandem.v1.LateCopyRow\x12\"\n\x05\x61rena\x18\n \x03(\x0b\x32\x13.tandem.v1.ArenaRow\x12\x18\n\x10\x61rena_used_bytes\x18\x0b \x01(\x04\x12!\n\x05holds\x18\x0f \x03(\x0b\x32\x12.tandem.v1.HoldRow\x12!\n\x05pulls\x18\x10 \x03(\x0b\x32\x12.tandem.v1.PullRow\x12\'\n\x08requests\x18\x11 \x03(\x0b\x32\x15.tandem.v1.RequestRow\x12\x1f\n\x04pool\x18\x12 \x01(\x0b\x32\x11.tandem.v1.KvPool\x12\x1b\n\x13num_requests_so_far\x18\x13 \x01(\x04\"\x82\x02\n\tHandleRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x11\n\tregion_id\x18\x07 \x01(\t\x12\x0f\n\x07is_copy\x18\x08 \x01(\x08\x12\x1b\n\x13lease_until_unix_ms\x18\t \x01(\x03\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\n \x01(\x03\x12%\n\x07readers\x18\x0b \x03(\x0b\x32\x14.tandem.v1.ReaderRow\"P\n\tReaderRow\x12\x11\n\treader_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1b\n\x13lease_until_unix_ms\x18\x03 \x01(\x03\"d\n\rUnreportedRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"q\n\tRegionRow\x12\x11\n\tregion_id\x18\x01 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.tandem.v1.MemoryKind\"R\n\rStoreLeaseRow\x12\x11\n\treader_id\x18\x01 \x01(\t\x12\x1b\n\x13lease_until_unix_ms\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\">\n\x0bLateCopyRow\x12\r\n\x05\x62lock\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"W\n\x08\x41renaRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"\x8a\x01\n\x07HoldRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x1a\n\x12holder_incarnation\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x06 \x01(\x03\"p\n\x07PullRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x11\n\treader_id\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\"\x85\x01\n\nRequestRow\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x11\n\thandle_id\x18\x06 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/tables.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"!\n\rTablesRequest\x12\x10\n\x08max_rows\x18\x01 \x01(\r\"\xd2\x04\n\x0bTablesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bnow_unix_ms\x18\x02 \x01(\x03\x12\x10\n\x08lease_ms\x18\x03 \x01(\x03\x12\x14\n\x0cnum_left_out\x18\x04 \x01(\r\x12%\n\x07handles\x18\x05 \x03(\x0b\x32\x14.tandem.v1.HandleRow\x12,\n\nunreported\x18\x06 \x03(\x0b\x32\x18.tandem.v1.UnreportedRow\x12%\n\x07regions\x18\x07 \x03(\x0b\x32\x14.tandem.v1.RegionRow\x12.\n\x0cstore_leases\x18\x08 \x03(\x0b\x32\x18.tandem.v1.StoreLeaseRow\x12+\n\x0blate_copies\x18\t \x03(\x0b\x32\x16.tandem.v1.LateCopyRow\x12\"\n\x05\x61rena\x18\n \x03(\x0b\x32\x13.tandem.v1.ArenaRow\x12\x18\n\x10\x61rena_used_bytes\x18\x0b \x01(\x04\x12!\n\x05holds\x18\x0f \x03(\x0b\x32\x12.tandem.v1.HoldRow\x12!\n\x05pulls\x18\x10 \x03(\x0b\x32\x12.tandem.v1.PullRow\x12\'\n\x08requests\x18\x11 \x03(\x0b\x32\x15.tandem.v1.RequestRow\x12\x1f\n\x04pool\x18\x12 \x01(\x0b\x32\x11.tandem.v1.KvPool\x12\x1b\n\x13num_requests_so_far\x18\x13 \x01(\x04\x12-\n\x0b\x61ttachments\x18\x14 \x03(\x0b\x32\x18.tandem.v1.AttachmentRow\"\x82\x02\n\tHandleRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11owner_incarnation\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x11\n\tregion_id\x18\x07 \x01(\t\x12\x0f\n\x07is_copy\x18\x08 \x01(\x08\x12\x1b\n\x13lease_until_unix_ms\x18\t \x01(\x03\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\n \x01(\x03\x12%\n\x07readers\x18\x0b \x03(\x0b\x32\x14.tandem.v1.ReaderRow\"P\n\tReaderRow\x12\x11\n\treader_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1b\n\x13lease_until_unix_ms\x18\x03 \x01(\x03\"d\n\rUnreportedRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"q\n\tRegionRow\x12\x11\n\tregion_id\x18\x01 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.tandem.v1.MemoryKind\"R\n\rStoreLeaseRow\x12\x11\n\treader_id\x18\x01 \x01(\t\x12\x1b\n\x13lease_until_unix_ms\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\">\n\x0bLateCopyRow\x12\r\n\x05\x62lock\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"W\n\x08\x41renaRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"\x8a\x01\n\x07HoldRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x1a\n\x12holder_incarnation\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x06 \x01(\x03\"p\n\x07PullRow\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\x11\n\treader_id\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\"\x9b\x01\n\rAttachmentRow\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x1c\n\x14num_tokens_submitted\x18\x02 \x01(\x04\x12\x1e\n\x16num_requests_submitted\x18\x03 \x01(\x04\x12\x1a\n\x12num_tokens_granted\x18\x04 \x01(\x04\x12\x1c\n\x14num_requests_granted\x18\x05 \x01(\x04\"\x85\x01\n\nRequestRow\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x11\n\thandle_id\x18\x06 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TABLESREQUEST']._serialized_start=60
   _globals['_TABLESREQUEST']._serialized_end=93
   _globals['_TABLESREPLY']._serialized_start=96
-  _globals['_TABLESREPLY']._serialized_end=643
-  _globals['_HANDLEROW']._serialized_start=646
-  _globals['_HANDLEROW']._serialized_end=904
-  _globals['_READERROW']._serialized_start=906
-  _globals['_READERROW']._serialized_end=986
-  _globals['_UNREPORTEDROW']._serialized_start=988
-  _globals['_UNREPORTEDROW']._serialized_end=1088
-  _globals['_REGIONROW']._serialized_start=1090
-  _globals['_REGIONROW']._serialized_end=1203
-  _globals['_STORELEASEROW']._serialized_start=1205
-  _globals['_STORELEASEROW']._serialized_end=1287
-  _globals['_LATECOPYROW']._serialized_start=1289
-  _globals['_LATECOPYROW']._serialized_end=1351
-  _globals['_ARENAROW']._serialized_start=1353
-  _globals['_ARENAROW']._serialized_end=1440
-  _globals['_HOLDROW']._serialized_start=1443
-  _globals['_HOLDROW']._serialized_end=1581
-  _globals['_PULLROW']._serialized_start=1583
-  _globals['_PULLROW']._serialized_end=1695
-  _globals['_REQUESTROW']._serialized_start=1698
-  _globals['_REQUESTROW']._serialized_end=1831
+  _globals['_TABLESREPLY']._serialized_end=690
+  _globals['_HANDLEROW']._serialized_start=693
+  _globals['_HANDLEROW']._serialized_end=951
+  _globals['_READERROW']._serialized_start=953
+  _globals['_READERROW']._serialized_end=1033
+  _globals['_UNREPORTEDROW']._serialized_start=1035
+  _globals['_UNREPORTEDROW']._serialized_end=1135
+  _globals['_REGIONROW']._serialized_start=1137
+  _globals['_REGIONROW']._serialized_end=1250
+  _globals['_STORELEASEROW']._serialized_start=1252
+  _globals['_STORELEASEROW']._serialized_end=1334
+  _globals['_LATECOPYROW']._serialized_start=1336
+  _globals['_LATECOPYROW']._serialized_end=1398
+  _globals['_ARENAROW']._serialized_start=1400
+  _globals['_ARENAROW']._serialized_end=1487
+  _globals['_HOLDROW']._serialized_start=1490
+  _globals['_HOLDROW']._serialized_end=1628
+  _globals['_PULLROW']._serialized_start=1630
+  _globals['_PULLROW']._serialized_end=1742
+  _globals['_ATTACHMENTROW']._serialized_start=1745
+  _globals['_ATTACHMENTROW']._serialized_end=1900
+  _globals['_REQUESTROW']._serialized_start=1903
+  _globals['_REQUESTROW']._serialized_end=2036
 # @@protoc_insertion_point(module_scope)

@@ -1115,6 +1115,7 @@ class AttachHello(message.Message):
     TAKES_CHOICES_FIELD_NUMBER: builtins.int
     USES_GRANTS_FIELD_NUMBER: builtins.int
     TAKES_USED_ELSEWHERE_FIELD_NUMBER: builtins.int
+    ANSWERS_TABLES_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
     worker_incarnation: builtins.str
@@ -1125,6 +1126,8 @@ class AttachHello(message.Message):
     """the gateway heeds grants and sends Demand; in the worker's answer: it sends grants"""
     takes_used_elsewhere: builtins.bool
     """in the gateway's hello: it takes Event.used_elsewhere"""
+    answers_tables: builtins.bool
+    """in the worker's answer: it answers Command.tables"""
     def __init__(
         self,
         *,
@@ -1134,10 +1137,11 @@ class AttachHello(message.Message):
         takes_choices: builtins.bool = ...,
         uses_grants: builtins.bool = ...,
         takes_used_elsewhere: builtins.bool = ...,
+        answers_tables: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1187,7 +1191,7 @@ class WaitingRequests(message.Message):
     """answers that it asks for"""
     @builtins.property
     def accounts(self) -> containers.RepeatedCompositeFieldContainer[AccountDemand]:
-        """those with the most tokens; empty: one account"""
+        """those of which the most waits; empty: one account"""
 
     def __init__(
         self,
@@ -1213,6 +1217,7 @@ class AccountDemand(message.Message):
     account: builtins.int
     """a digest of its name"""
     num_tokens: builtins.int
+    """of prompts, that it has asked for lately at this gateway, refused or not"""
     def __init__(
         self,
         *,
@@ -1228,7 +1233,7 @@ class AccountDemand(message.Message):
 @typing.final
 class Grant(message.Message):
     """How much a gateway may have submitted on this stream in all. The latest holds; a lower one takes back what was not
-    used. None is needed for Submits without grant_tokens.
+    used. None is needed for Submits without grant_tokens. Of an encode worker: counted calls, in place of Submits.
     """
 
     DESCRIPTOR: descriptor.Descriptor
@@ -1238,6 +1243,7 @@ class Grant(message.Message):
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     VALID_MS_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
     number: builtins.int
     """grows by one with each grant of the stream"""
     num_tokens: builtins.int
@@ -1246,6 +1252,8 @@ class Grant(message.Message):
     """the number of Submits with grant_tokens since then"""
     valid_ms: builtins.int
     """it may be used for so long after it came"""
+    part: builtins.float
+    """of the worker's time, that this gateway gets as long as the same requests wait"""
     @builtins.property
     def parts(self) -> containers.RepeatedCompositeFieldContainer[AccountPart]:
         """of accounts that wait at other gateways too"""
@@ -1258,12 +1266,15 @@ class Grant(message.Message):
         num_requests: builtins.int = ...,
         valid_ms: builtins.int = ...,
         parts: abc.Iterable[AccountPart] | None = ...,
+        part: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_part", b"_part", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number", "parts", b"parts", "valid_ms", b"valid_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_part", b"_part", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number", "part", b"part", "parts", b"parts", "valid_ms", b"valid_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__part: _TypeAlias = typing.Literal["part"]  # noqa: Y015
+    _WhichOneofArgType__part: _TypeAlias = typing.Literal["_part", b"_part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__part) -> _WhichOneofReturnType__part | None: ...
 
 @typing.final
 class AccountPart(message.Message):
@@ -1274,7 +1285,7 @@ class AccountPart(message.Message):
     account: builtins.int
     """as in AccountDemand"""
     part: builtins.float
-    """of the account's waiting tokens: those that wait at this gateway"""
+    """of what the account has asked for lately at gateways where it waits: that of this gateway"""
     def __init__(
         self,
         *,
@@ -1322,6 +1333,7 @@ class Command(message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
     DEMAND_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1336,6 +1348,10 @@ class Command(message.Message):
     def demand(self) -> Demand:
         """only to a worker whose hello has uses_grants"""
 
+    @builtins.property
+    def tables(self) -> AskTables:
+        """only to a worker whose hello has answers_tables"""
+
     def __init__(
         self,
         *,
@@ -1344,12 +1360,13 @@ class Command(message.Message):
         cancel: Cancel | None = ...,
         choices: SubmitChoices | None = ...,
         demand: Demand | None = ...,
+        tables: AskTables | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices", "demand"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices", "demand", "tables"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1639,6 +1656,7 @@ class Event(message.Message):
     STEP_FIELD_NUMBER: builtins.int
     GRANT_FIELD_NUMBER: builtins.int
     USED_ELSEWHERE_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1657,6 +1675,10 @@ class Event(message.Message):
     def used_elsewhere(self) -> UsedElsewhere:
         """only to a gateway whose hello has takes_used_elsewhere and not uses_grants"""
 
+    @builtins.property
+    def tables(self) -> TablesPart:
+        """only to a gateway that has asked"""
+
     def __init__(
         self,
         *,
@@ -1667,12 +1689,13 @@ class Event(message.Message):
         step: StepBatch | None = ...,
         grant: Grant | None = ...,
         used_elsewhere: UsedElsewhere | None = ...,
+        tables: TablesPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "used_elsewhere"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "used_elsewhere", "tables"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1765,6 +1788,7 @@ class EncodeRequest(message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     FAIRNESS_KEY_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     time_left_ms: builtins.int
@@ -1777,6 +1801,10 @@ class EncodeRequest(message.Message):
     def model(self) -> ModelRef: ...
     @builtins.property
     def inputs(self) -> containers.RepeatedCompositeFieldContainer[EncodeInput]: ...
+    @builtins.property
+    def counted(self) -> CountedCall:
+        """absent: the call counts under no grant"""
+
     def __init__(
         self,
         *,
@@ -1788,10 +1816,126 @@ class EncodeRequest(message.Message):
         traceparent: builtins.str = ...,
         fairness_key: builtins.str = ...,
         pooling: builtins.str = ...,
+        counted: CountedCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["counted", b"counted", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "fairness_key", b"fairness_key", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "request_id", b"request_id", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "counted", b"counted", "fairness_key", b"fairness_key", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "request_id", b"request_id", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class CountedCall(message.Message):
+    """What a gateway has sent under a worker's grants, this call included. Calls, and the messages of the stream, reach the
+    worker in any order: so each says what was sent before it.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    SUM_TOKENS_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    """of grants: GrantsEvent.stream"""
+    number: builtins.int
+    """of the calls since the stream began"""
+    sum_tokens: builtins.int
+    """of those calls"""
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        number: builtins.int = ...,
+        sum_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["number", b"number", "stream", b"stream", "sum_tokens", b"sum_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class GrantsCommand(message.Message):
+    """From a gateway to an encode worker."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: builtins.int
+    DEMAND_FIELD_NUMBER: builtins.int
+    NUM_CALLS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    num_calls: builtins.int
+    """counted and sent before this message, since the stream began"""
+    num_tokens: builtins.int
+    """of those calls"""
+    @builtins.property
+    def hello(self) -> AttachHello:
+        """in the first message, alone"""
+
+    @builtins.property
+    def demand(self) -> Demand: ...
+    @builtins.property
+    def ended(self) -> containers.RepeatedCompositeFieldContainer[EndedCall]: ...
+    def __init__(
+        self,
+        *,
+        hello: AttachHello | None = ...,
+        demand: Demand | None = ...,
+        num_calls: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        ended: abc.Iterable[EndedCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["demand", b"demand", "hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["demand", b"demand", "ended", b"ended", "hello", b"hello", "num_calls", b"num_calls", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class EndedCall(message.Message):
+    """A call that has ended at the gateway without an answer of the worker. If it has not come, it is not served any more."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """as in CountedCall"""
+    num_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class GrantsEvent(message.Message):
+    """From an encode worker to a gateway."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    GRANT_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    """in the first message, alone: the number of the stream"""
+    @builtins.property
+    def grant(self) -> Grant: ...
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        grant: Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grant", b"grant", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2330,6 +2474,65 @@ class WorkerInfo(message.Message):
     _HasFieldArgType: _TypeAlias = typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "card", b"card", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_socket", b"kv_socket", "metrics_address", b"metrics_address", "metrics_tls", b"metrics_tls", "role", b"role", "settings", b"settings", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AskTables(message.Message):
+    """Asks for the tables of a process, for the auditor, on a stream that is open for something else. The parts of an earlier
+    answer that were not sent yet may be left out.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    MAX_ROWS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the question, on this stream"""
+    max_rows: builtins.int
+    """of each table"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        max_rows: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["max_rows", b"max_rows", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class TablesPart(message.Message):
+    """A part of an answer, 32 KiB at most; whatever else goes over the stream may come between two parts."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    IS_LAST_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the question"""
+    data: builtins.bytes
+    """that of all parts, in order, is a serialized TablesReply"""
+    is_last: builtins.bool
+    @builtins.property
+    def error(self) -> ErrorDetail:
+        """with is_last: there is no answer"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        data: builtins.bytes = ...,
+        is_last: builtins.bool = ...,
+        error: ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["data", b"data", "error", b"error", "is_last", b"is_last", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

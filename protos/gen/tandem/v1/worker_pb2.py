@@ -26,7 +26,7 @@ from tandem.v1 import tables_pb2 as tandem_dot_v1_dot_tables__pb2
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x16tandem/v1/tables.proto\x1a\x15tandem/v1/types.proto\"3\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06resume\x18\x02 \x01(\x08\"3\n\nDrainReply\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState2\xaa\x02\n\rWorkerService\x12\x32\n\x06\x41ttach\x12\x12.tandem.v1.Command\x1a\x10.tandem.v1.Event(\x01\x30\x01\x12\x37\n\x08GetAsset\x12\x17.tandem.v1.AssetRequest\x1a\x10.tandem.v1.Chunk0\x01\x12\x37\n\x05Stats\x12\x17.tandem.v1.StatsRequest\x1a\x15.tandem.v1.StatsReply\x12:\n\x06Tables\x12\x18.tandem.v1.TablesRequest\x1a\x16.tandem.v1.TablesReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply2\xf6\x01\n\rEncodeService\x12:\n\x06\x45ncode\x12\x18.tandem.v1.EncodeRequest\x1a\x16.tandem.v1.EncodeReply\x12\x37\n\x08GetAsset\x12\x17.tandem.v1.AssetRequest\x1a\x10.tandem.v1.Chunk0\x01\x12\x37\n\x05Stats\x12\x17.tandem.v1.StatsRequest\x1a\x15.tandem.v1.StatsReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x16tandem/v1/tables.proto\x1a\x15tandem/v1/types.proto\"3\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06resume\x18\x02 \x01(\x08\"3\n\nDrainReply\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.tandem.v1.WorkerState2\xaa\x02\n\rWorkerService\x12\x32\n\x06\x41ttach\x12\x12.tandem.v1.Command\x1a\x10.tandem.v1.Event(\x01\x30\x01\x12\x37\n\x08GetAsset\x12\x17.tandem.v1.AssetRequest\x1a\x10.tandem.v1.Chunk0\x01\x12\x37\n\x05Stats\x12\x17.tandem.v1.StatsRequest\x1a\x15.tandem.v1.StatsReply\x12:\n\x06Tables\x12\x18.tandem.v1.TablesRequest\x1a\x16.tandem.v1.TablesReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply2\xb6\x02\n\rEncodeService\x12:\n\x06\x45ncode\x12\x18.tandem.v1.EncodeRequest\x1a\x16.tandem.v1.EncodeReply\x12>\n\x06Grants\x12\x18.tandem.v1.GrantsCommand\x1a\x16.tandem.v1.GrantsEvent(\x01\x30\x01\x12\x37\n\x08GetAsset\x12\x17.tandem.v1.AssetRequest\x1a\x10.tandem.v1.Chunk0\x01\x12\x37\n\x05Stats\x12\x17.tandem.v1.StatsRequest\x1a\x15.tandem.v1.StatsReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,5 +40,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSERVICE']._serialized_start=191
   _globals['_WORKERSERVICE']._serialized_end=489
   _globals['_ENCODESERVICE']._serialized_start=492
-  _globals['_ENCODESERVICE']._serialized_end=738
+  _globals['_ENCODESERVICE']._serialized_end=802
 # @@protoc_insertion_point(module_scope)

@@ -89,7 +89,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tables(self, request, context):
-        """Returns the requests, handles and blocks that the worker keeps, for the auditor.
+        """Returns the requests, handles and blocks that the worker keeps, for the auditor: of a worker that does not answer it
+        on Attach.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -291,6 +292,11 @@ class EncodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
                 _registered_method=True)
+        self.Grants = channel.stream_stream(
+                '/tandem.v1.EncodeService/Grants',
+                request_serializer=tandem_dot_v1_dot_types__pb2.GrantsCommand.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.GrantsEvent.FromString,
+                _registered_method=True)
         self.GetAsset = channel.unary_stream(
                 '/tandem.v1.EncodeService/GetAsset',
                 request_serializer=tandem_dot_v1_dot_types__pb2.AssetRequest.SerializeToString,
@@ -313,6 +319,14 @@ class EncodeServiceServicer:
 
     def Encode(self, request, context):
         """Returns the values of some texts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Grants(self, request_iterator, context):
+        """One stream per gateway process and worker incarnation: what was sent and what waits goes to the worker, grants come
+        back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,6 +360,11 @@ def add_EncodeServiceServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.EncodeReply.SerializeToString,
+            ),
+            'Grants': grpc.stream_stream_rpc_method_handler(
+                    servicer.Grants,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.GrantsCommand.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.GrantsEvent.SerializeToString,
             ),
             'GetAsset': grpc.unary_stream_rpc_method_handler(
                     servicer.GetAsset,
@@ -390,6 +409,33 @@ class EncodeService:
             '/tandem.v1.EncodeService/Encode',
             tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
             tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Grants(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.EncodeService/Grants',
+            tandem_dot_v1_dot_types__pb2.GrantsCommand.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.GrantsEvent.FromString,
             options,
             channel_credentials,
             insecure,

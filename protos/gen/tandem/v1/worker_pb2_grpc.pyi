@@ -48,7 +48,9 @@ class WorkerServiceStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
     """Returns the worker's description and its current load."""
     Tables: _grpc.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]
-    """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
+    """Returns the requests, handles and blocks that the worker keeps, for the auditor: of a worker that does not answer it
+    on Attach.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
     """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing."""
 
@@ -64,7 +66,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
     """Returns the worker's description and its current load."""
     Tables: _aio.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]  # type: ignore[assignment]
-    """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
+    """Returns the requests, handles and blocks that the worker keeps, for the auditor: of a worker that does not answer it
+    on Attach.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
     """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing."""
 
@@ -101,7 +105,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tables_pb2.TablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tables_pb2.TablesReply, _abc.Awaitable[_tables_pb2.TablesReply]]:
-        """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
+        """Returns the requests, handles and blocks that the worker keeps, for the auditor: of a worker that does not answer it
+        on Attach.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -120,6 +126,10 @@ class EncodeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> EncodeServiceAsyncStub: ...
     Encode: _grpc.UnaryUnaryMultiCallable[_types_pb2.EncodeRequest, _types_pb2.EncodeReply]
     """Returns the values of some texts."""
+    Grants: _grpc.StreamStreamMultiCallable[_types_pb2.GrantsCommand, _types_pb2.GrantsEvent]
+    """One stream per gateway process and worker incarnation: what was sent and what waits goes to the worker, grants come
+    back.
+    """
     GetAsset: _grpc.UnaryStreamMultiCallable[_types_pb2.AssetRequest, _types_pb2.Chunk]
     """Returns a file of the checkpoint, by digest, in chunks."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
@@ -132,6 +142,10 @@ class EncodeServiceAsyncStub(EncodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Encode: _aio.UnaryUnaryMultiCallable[_types_pb2.EncodeRequest, _types_pb2.EncodeReply]  # type: ignore[assignment]
     """Returns the values of some texts."""
+    Grants: _aio.StreamStreamMultiCallable[_types_pb2.GrantsCommand, _types_pb2.GrantsEvent]  # type: ignore[assignment]
+    """One stream per gateway process and worker incarnation: what was sent and what waits goes to the worker, grants come
+    back.
+    """
     GetAsset: _aio.UnaryStreamMultiCallable[_types_pb2.AssetRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns a file of the checkpoint, by digest, in chunks."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
@@ -147,6 +161,16 @@ class EncodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.EncodeReply, _abc.Awaitable[_types_pb2.EncodeReply]]:
         """Returns the values of some texts."""
+
+    @_abc_1.abstractmethod
+    def Grants(
+        self,
+        request_iterator: _MaybeAsyncIterator[_types_pb2.GrantsCommand],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.GrantsEvent], _abc.AsyncIterator[_types_pb2.GrantsEvent]]:
+        """One stream per gateway process and worker incarnation: what was sent and what waits goes to the worker, grants come
+        back.
+        """
 
     @_abc_1.abstractmethod
     def GetAsset(

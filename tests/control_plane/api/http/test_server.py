@@ -10,12 +10,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from control_plane.api.http.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES
-from control_plane.api.http.connections import ConnectionLimits
+from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
+from control_plane.api.http.server import server_config
 from tests.control_plane.api.gateway import Gateway, serve
 from tests.control_plane.api.http.raw_client import GET, RawClient, chunked, connect, post, until
 from tests.control_plane.api.model import ids_of
@@ -26,6 +28,16 @@ CHAT = msgspec.json.encode({"model": "demo", "messages": [{"role": "user", "cont
 STREAM = msgspec.json.encode({"model": "demo", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
 PATIENT = ConnectionLimits(max_head_bytes=8_192, max_body_bytes=100_000, linger_seconds=0.5, sweep_seconds=0.05)
 HASTY = replace(PATIENT, head_seconds=0.2, body_stall_seconds=0.2, body_seconds=1.0, grace_seconds=0.1)
+
+
+def test_clients_close_idle_connections_before_the_gateway_does() -> None:
+    """Else a client may send a request on a connection that is just being closed, and gets a reset for an answer."""
+    kept_by_client = httpx.Limits().keepalive_expiry
+    kept_by_gateway = server_config(_nothing, Connections(PATIENT)).timeout_keep_alive
+    assert kept_by_client is not None and kept_by_gateway > 2 * kept_by_client
+
+
+async def _nothing(*_: object) -> None: ...
 
 
 @asynccontextmanager

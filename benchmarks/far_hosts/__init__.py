@@ -1,0 +1,1 @@
+"""Measures where prompts are read if prefill is far from decode."""

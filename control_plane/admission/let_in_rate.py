@@ -1,0 +1,82 @@
+"""Measures how fast waiting requests of a model are let in, to predict how long the next ones wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_HALF_LIFE_SECONDS = 10.0
+"""The rate forgets a half in so long a time in which any waited."""
+_MIN_LET_IN, _MIN_SECONDS = 4, 0.5
+"""Before the rate is known."""
+
+
+@dataclass
+class LetInRate:
+    """The work of waiting requests that is let in per second of a worker's time, while any waits.
+
+    Work is in tokens of an answer. A worker's second counts for this gateway as far as the worker's grants give it to
+    this gateway: 0.5 of it while another one that waits as much has the other half. So what is measured is what workers
+    can do, and holds when there are more of them, or when other gateways begin to wait.
+
+    Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing.
+    """
+
+    _part: float = 1.0
+    _num_workers: int = 1
+    _busy_since: float | None = None
+    _seconds: float = 0.0
+    """Of workers, for this gateway, while any waited; the sums forget what is long ago."""
+    _work: float = 0.0
+    _num_recent: float = 0.0
+    """Requests of that sum, forgotten as it is."""
+    _num_let_in: int = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough were let in."""
+        return self._num_let_in >= _MIN_LET_IN and self._seconds >= _MIN_SECONDS
+
+    @property
+    def mean_work(self) -> float:
+        """Return the work of a request that was let in, on average."""
+        return self._work / self._num_recent if self._num_recent else 0.0
+
+    def per_second(self, now: float) -> float:
+        """Return the work that is let in per second now; 0.0 while too little is known."""
+        self._advance(now)
+        return self._work / self._seconds * self._part * self._num_workers if self.is_measured else 0.0
+
+    def changed(self, part: float, num_workers: int, now: float) -> None:
+        """From now on the gateway has that part of so many workers; at least one counts."""
+        self._advance(now)
+        self._part, self._num_workers = part, max(1, num_workers)
+
+    def waits(self, now: float) -> None:
+        """At least one request waits from now on."""
+        self._advance(now)
+        self._busy_since = now
+
+    def nobody_waits(self, now: float) -> None:
+        self._advance(now)
+        self._busy_since = None
+
+    def let_in(self, work: float, now: float) -> None:
+        self._advance(now)
+        self._work += work
+        self._num_recent += 1
+        self._num_let_in += 1
+
+    def take_back(self, work: float) -> None:
+        self._work = max(0.0, self._work - work)
+        self._num_recent = max(0.0, self._num_recent - 1)
+        self._num_let_in -= 1
+
+    def _advance(self, now: float) -> None:
+        if self._busy_since is None:
+            return
+        seconds = max(0.0, now - self._busy_since)
+        kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+        self._seconds = self._seconds * kept + seconds * self._part * self._num_workers
+        self._work *= kept
+        self._num_recent *= kept
+        self._busy_since = now

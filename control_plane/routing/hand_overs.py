@@ -1,0 +1,315 @@
+"""Predicts what is left of a hand-over when prefill samples the first token: by bytes, by the pair of hosts, by arena.
+
+A prefill worker shows its blocks after each step; decode's host reads them while the rest is computed. With B bytes to
+move, of which the last step shows b, m milliseconds per byte, and t milliseconds between the end of the first step and
+that of the last one:
+
+    transfer = max(b * m, B * m - t)
+    wait     = what the read lacks of the free arena * m          (between hosts)
+    cost     = fixed(pair) + transfer + wait
+
+`fixed` is learnt for each pair of hosts. Without news it returns to what is assumed, so that a pair that was slow once
+is tried again. Between hosts the bytes come in windows of the arena, one round trip each.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_figures import ASSUMED_LINK, Arena, Link, WorkerFigures
+from tandem.v1 import types_pb2 as pb
+
+_ASSUMED_FIXED_MS = 8.0
+"""Of a hand-over within a host."""
+_MEMORY_MS_PER_BYTE = 1000.0 / 5e9
+"""Within a host: one copy, beside other work."""
+MAX_HAND_OVER_MS = 10_000.0
+"""A longer hand-over is a difference between two hosts' clocks."""
+_NEW_WEIGHT = 0.2
+_MAX_PAIRS = 16_384
+"""Learnt ones: those of 128 hosts."""
+HALF_LIFE_SECONDS = 60.0
+REFRESH_SECONDS = 1.0
+"""How long a pair is as it was, while it returns to what is assumed."""
+_SAME = 0.05
+"""A link whose speed changes by less is the same: predictions are no better."""
+_DEFAULT_CHUNK_TOKENS = 512
+_NO_ARENA = Arena(math.inf, 4 << 20)
+_NO_LINKS: Mapping[str, Link] = {}
+
+
+class Shown(NamedTuple):
+    """What a prefill worker shows of a prompt, and when."""
+
+    num_tokens: int
+    """Of the prompt."""
+    num_last_tokens: int
+    """Computed in its last step."""
+    overlap_ms: float
+    """From the end of the first step, when the blocks before it are shown too, until that of the last one."""
+
+
+class Pair(NamedTuple):
+    """What moving blocks from one host to another takes."""
+
+    fixed_ms: float
+    ms_per_byte: float
+
+
+class Known(NamedTuple):
+    """What a pair is made of."""
+
+    assumed_ms: float
+    ms_per_byte: float
+    learnt_ms: float
+    learnt_at: float
+    """Monotonic seconds; -inf: nothing is learnt, and `learnt_ms` is what is assumed."""
+
+
+_WITHIN_A_HOST = Known(_ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, _ASSUMED_FIXED_MS, -math.inf)
+
+
+class HandOverCost(NamedTuple):
+    """What is left of one hand-over when prefill samples the first token."""
+
+    from_host: str
+    to_host: str
+    num_bytes: int
+    """All that the decode worker does not have."""
+    fixed_ms: float
+    transfer_ms: float
+    wait_ms: float
+    """Until the arena of the decode worker's host has room."""
+    ms_per_byte: float
+
+    @property
+    def ms(self) -> float:
+        return self.fixed_ms + self.transfer_ms + self.wait_ms
+
+
+class Reader(NamedTuple):
+    """Of one prompt: the decode worker that would read it, as it is now."""
+
+    host_id: str
+    bytes_per_token: float
+    num_bytes: float
+    """That it does not have of the prompt."""
+    num_lacking: float
+    """Bytes that its host's arena has to be given back before it can take two windows of these, or all."""
+
+    def cost(self, shown: Shown, from_host: str, pair: Pair) -> HandOverCost:
+        """Return the cost of reading it from a host, and what that is made of."""
+        (fixed_ms, ms_per_byte), num_bytes = pair, round(self.num_bytes)
+        transfer_ms = ms_per_byte * num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
+        wait_ms = 0.0 if from_host == self.host_id else ms_per_byte * self.num_lacking
+        return HandOverCost(from_host, self.host_id, num_bytes, fixed_ms, transfer_ms, wait_ms, ms_per_byte)
+
+    def ms(self, shown: Shown, from_host: str, pair: Pair) -> float:
+        """Return only the sum: the router compares some ten of them for each request."""
+        host_id, bytes_per_token, num_bytes, num_lacking = self
+        fixed_ms, ms_per_byte = pair
+        num_left = num_late(num_bytes, shown, bytes_per_token, ms_per_byte)
+        if from_host != host_id:
+            num_left += num_lacking
+        return fixed_ms + ms_per_byte * num_left
+
+
+def num_late(num_bytes: float, shown: Shown, bytes_per_token: float, ms_per_byte: float) -> float:
+    """Return how many of the bytes to move are left when prefill ends."""
+    _, num_last_tokens, overlap_ms = shown
+    num_last = num_last_tokens * bytes_per_token
+    if num_last >= num_bytes:
+        return num_bytes
+    num_left = num_bytes - overlap_ms / ms_per_byte
+    return num_left if num_left > num_last else num_last
+
+
+def shown(figures: WorkerFigures, num_tokens: int, num_computed: int, compute_ms: float) -> Shown:
+    """Return what a prefill worker with these figures shows of a prompt; it computes `num_computed` of the tokens."""
+    chunk = figures.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+    if num_computed <= chunk:
+        return Shown(num_tokens, num_computed, 0.0)
+    return Shown(num_tokens, chunk, compute_ms * (1 - chunk / num_computed))
+
+
+class Listener(Protocol):
+    """What is told of changes."""
+
+    def pair_changed(self, from_host: str, to_host: str) -> None:
+        """Moving blocks between these hosts takes another time now."""
+
+    def arena_changed(self, host_id: str) -> None: ...
+
+    def host_changed(self, host_id: str) -> None:
+        """All pairs with the host may be others: its KV service has come or gone."""
+
+
+class HandOvers:
+    """Knows the pairs of hosts and their arenas; by reports of KV services, and by hand-overs that have ended."""
+
+    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
+        self._learnt: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        """By pair: fixed milliseconds, and when they were learnt."""
+        self._links: dict[str, dict[str, Link]] = {}
+        """Of the KV service of a host: as they count now, by address."""
+        self._arenas: dict[str, Arena] = {}
+        self._addresses: dict[str, str] = {}
+        """Of the hosts' KV services."""
+        self._host_at: dict[str, str] = {}
+        """The hosts by these addresses."""
+        self._pairs: dict[tuple[str, str], tuple[Pair, float]] = {}
+        """As they were found last, and until when that counts."""
+        self._listeners: list[Listener] = []
+        registry.listen(self._changed)
+        registry.listen_to_loads(self._reported)
+        for worker in registry.workers(pb.WORKER_ROLE_KV):
+            self._changed(worker, True)
+
+    def listen(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    # ----------------------------------------------------------------------------------------------- predicting
+
+    def cost(self, shown: Shown, from_host: str, reader: Worker, num_own: int = 0) -> HandOverCost:
+        """Return the cost of handing a prompt over to a decode worker that has `num_own` of its tokens."""
+        return self.reader(reader, shown.num_tokens, num_own).cost(
+            shown, from_host, self.pair(from_host, reader.figures.host_id)
+        )
+
+    def reader(self, worker: Worker, num_tokens: int, num_own: int) -> Reader:
+        """Return the reader of a prompt; it has `num_own` of its `num_tokens`."""
+        figures = worker.figures
+        host_id, size = figures.host_id, figures.bytes_per_token
+        num_bytes, arena = max(0, num_tokens - num_own) * size, self._arenas.get(host_id)
+        if arena is None or num_bytes <= arena.free_bytes:
+            return Reader(host_id, size, num_bytes, 0.0)
+        num_wanted = min(num_bytes, 2 * arena.window_bytes)
+        return Reader(host_id, size, num_bytes, max(0.0, num_wanted - arena.free_bytes))
+
+    def pair(self, from_host: str, to_host: str) -> Pair:
+        key = from_host, to_host
+        found, now = self._pairs.get(key), self._clock()
+        if found is not None and now < found[1]:
+            return found[0]
+        fixed_ms, ms_per_byte, learnt_ms, learnt_at = self.known(from_host, to_host)
+        until = math.inf
+        if learnt_at > -math.inf:
+            fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
+            until = now + REFRESH_SECONDS
+        pair = Pair(fixed_ms, ms_per_byte)
+        if len(self._pairs) >= 4 * _MAX_PAIRS:
+            self._pairs.clear()
+        self._pairs[key] = pair, until
+        return pair
+
+    def known(self, from_host: str, to_host: str) -> Known:
+        """Return what a pair is made of."""
+        if from_host == to_host:
+            assumed = _WITHIN_A_HOST
+        else:
+            link = self._links.get(to_host, _NO_LINKS).get(self._addresses.get(from_host, ""), ASSUMED_LINK)
+            assumed = _assumed(link, self.arena(to_host).window_bytes)
+        learnt = self._learnt.get((from_host, to_host))
+        return assumed if learnt is None else Known(assumed.assumed_ms, assumed.ms_per_byte, *learnt)
+
+    def of_strangers(self, to_host: str) -> Known:
+        """Return what pairs with a host are made of where nothing is measured or learnt, except within the host."""
+        return _assumed(ASSUMED_LINK, self.arena(to_host).window_bytes)
+
+    def no_strangers(self, from_host: str, to_hosts: Iterable[str]) -> list[str]:
+        """Return those of the hosts of whose pairs with one host more is known than `of_strangers`."""
+        address, learnt, links = self._addresses.get(from_host, ""), self._learnt, self._links
+        return [
+            host
+            for host in to_hosts
+            if address in links.get(host, _NO_LINKS) or (from_host, host) in learnt or host == from_host
+        ]
+
+    def arena(self, host_id: str) -> Arena:
+        return self._arenas.get(host_id, _NO_ARENA)
+
+    # ------------------------------------------------------------------------------------------------- learning
+
+    def ended(self, shown: Shown, from_host: str, reader: Worker, num_bytes: int, took_ms: float) -> None:
+        """Take in a hand-over of so many bytes; `took_ms`: from the first token, or from when decode took the request.
+
+        What the link explains is not learnt again.
+        """
+        key = from_host, reader.figures.host_id
+        pair = self.pair(*key)
+        num_left = num_late(num_bytes, shown, reader.figures.bytes_per_token, pair.ms_per_byte)
+        fixed_ms = max(0.0, min(MAX_HAND_OVER_MS, took_ms) - pair.ms_per_byte * num_left)
+        mixed_ms = (1 - _NEW_WEIGHT) * pair.fixed_ms + _NEW_WEIGHT * fixed_ms
+        self._learnt.pop(key, None)
+        self._learnt[key] = mixed_ms, self._clock()
+        if len(self._learnt) > _MAX_PAIRS:
+            self._pair_changed(self._learnt.popitem(last=False)[0])
+        self._pair_changed(key)
+
+    # ------------------------------------------------------------------------------------------------- following
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        if worker.role != pb.WORKER_ROLE_KV:
+            return
+        host_id, address = worker.info.host_id, worker.info.address
+        if is_here:
+            self._addresses[host_id], self._host_at[address] = address, host_id
+            self._reported(worker)
+        else:
+            self._host_at.pop(address, None)
+            if self._addresses.get(host_id) == address:
+                del self._addresses[host_id]
+                self._links.pop(host_id, None)
+                self._arenas.pop(host_id, None)
+        self._host_changed(host_id)
+
+    def _reported(self, worker: Worker) -> None:
+        """Most reports of KV services change nothing here."""
+        if worker.role != pb.WORKER_ROLE_KV:
+            return
+        host_id, figures = worker.info.host_id, worker.figures
+        old = self.arena(host_id)
+        if figures.arena is not None and figures.arena != old:
+            self._arenas[host_id] = figures.arena
+            if figures.arena.window_bytes != old.window_bytes:
+                self._host_changed(host_id)
+            for listener in self._listeners:
+                listener.arena_changed(host_id)
+        links = self._links.setdefault(host_id, {})
+        for address in [*(links.keys() - figures.links.keys())]:
+            del links[address]
+            self._pair_changed((self._host_at.get(address, ""), host_id))
+        for address, link in figures.links.items():
+            if not _is_same(links.get(address), link):
+                links[address] = link
+                self._pair_changed((self._host_at.get(address, ""), host_id))
+
+    def _host_changed(self, host_id: str) -> None:
+        self._pairs.clear()
+        for listener in self._listeners:
+            listener.host_changed(host_id)
+
+    def _pair_changed(self, key: tuple[str, str]) -> None:
+        self._pairs.pop(key, None)
+        for listener in self._listeners:
+            listener.pair_changed(*key)
+
+
+@lru_cache(maxsize=1 << 15)
+def _assumed(link: Link, window_bytes: float) -> Known:
+    ms = _ASSUMED_FIXED_MS + link.latency_ms
+    return Known(ms, link.ms_per_byte(window_bytes), ms, -math.inf)
+
+
+def _is_same(old: Link | None, new: Link) -> bool:
+    if old is None:
+        return False
+    near = abs(new.latency_ms - old.latency_ms) <= _SAME * old.latency_ms
+    return near and abs(new.bytes_per_second - old.bytes_per_second) <= _SAME * old.bytes_per_second

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _HALF_LIFE_SECONDS = 10.0
 """The rate forgets a half in so long a time in which any waited."""
 _MIN_LET_IN, _MIN_SECONDS = 4, 0.5
 """Before the rate is known."""
+_LULL_SECONDS = 10.0
+"""Without a waiting request: then what was measured is forgotten. It may have been a hung worker's rate."""
 
 
 @dataclass
@@ -18,12 +21,14 @@ class LetInRate:
     this gateway: 0.5 of it while another one that waits as much has the other half. So what is measured is what workers
     can do, and holds when there are more of them, or when other gateways begin to wait.
 
-    Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing.
+    Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing. Times without
+    a worker do not count either: who waits then waits for a worker.
     """
 
     _part: float = 1.0
     _num_workers: int = 1
     _busy_since: float | None = None
+    _idle_since: float = -math.inf
     _seconds: float = 0.0
     """Of workers, for this gateway, while any waited; the sums forget what is long ago."""
     _work: float = 0.0
@@ -42,23 +47,26 @@ class LetInRate:
         return self._work / self._num_recent if self._num_recent else 0.0
 
     def per_second(self, now: float) -> float:
-        """Return the work that is let in per second now; 0.0 while too little is known."""
+        """Return the work that is let in per second now; 0.0 while too little is known, and without a worker."""
         self._advance(now)
         return self._work / self._seconds * self._part * self._num_workers if self.is_measured else 0.0
 
     def changed(self, part: float, num_workers: int, now: float) -> None:
-        """From now on the gateway has that part of so many workers; at least one counts."""
+        """From now on the gateway has that part of so many workers."""
         self._advance(now)
-        self._part, self._num_workers = part, max(1, num_workers)
+        self._part, self._num_workers = part, num_workers
 
     def waits(self, now: float) -> None:
         """At least one request waits from now on."""
         self._advance(now)
+        if self._busy_since is None and now - self._idle_since > _LULL_SECONDS:
+            self._seconds = self._work = self._num_recent = 0.0
+            self._num_let_in = 0
         self._busy_since = now
 
     def nobody_waits(self, now: float) -> None:
         self._advance(now)
-        self._busy_since = None
+        self._busy_since, self._idle_since = None, now
 
     def let_in(self, work: float, now: float) -> None:
         self._advance(now)
@@ -73,6 +81,9 @@ class LetInRate:
 
     def _advance(self, now: float) -> None:
         if self._busy_since is None:
+            return
+        if not self._num_workers:
+            self._busy_since = now
             return
         seconds = max(0.0, now - self._busy_since)
         kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)

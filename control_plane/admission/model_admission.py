@@ -347,7 +347,7 @@ class ModelAdmission:
         waiter.work = waiter.work or waiter.cost_ms / self.prices.ms_per_answer_token
 
     def _count_workers(self, now: float) -> None:
-        self._rate.changed(self._part, len(self._workers), now)
+        self._rate.changed(self._part, len(self._workers | self._parts.keys()), now)
 
     @property
     def _part(self) -> float:

@@ -316,12 +316,12 @@ def test_a_burst_after_a_lull_is_let_wait_until_the_rate_is_that_of_the_burst() 
 def test_what_is_let_in_while_nobody_waits_does_not_count_as_the_rate() -> None:
     admission = ModelAdmission(BOUNDS)
     now = 0.0
-    for _ in range(8):  # each waits for a second, and then nobody for a hundred
+    for _ in range(8):  # each waits for a second, and then nobody for nine
         waiter = Waiter("m", "a", cost_ms=100.0)
         admission.enter(waiter, now)
         admission.leave(waiter, now + 1)
         admission.let_in(waiter, 100.0, now + 1)
-        now += 100
+        now += 10
     assert admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=100.0), now) == pytest.approx(0.5, rel=0.1)
 
 
@@ -372,3 +372,42 @@ def test_a_request_that_has_looked_for_room_and_is_refused_counts_once_to_what_i
         admission.refused(waiter, 0.0)
         admission.enter(Waiter("m", account, num_tokens=100), 0.0)
     assert dict(admission.demand(0.0).accounts) == {"looked": 200, "not": 200}
+
+
+def _wait_for(admission: ModelAdmission, from_seconds: float, until_seconds: float) -> None:
+    """Let a request wait so long, and start then."""
+    waiter = Waiter("m", "a", cost_ms=10.0)
+    admission.enter(waiter, from_seconds)
+    admission.leave(waiter, until_seconds)
+    admission.let_in(waiter, 10.0, until_seconds)
+
+
+def _predicted_of_a_burst(admission: ModelAdmission, now: float) -> float | None:
+    """Forty requests come; four are let in within half a second. Return the wait of another one then."""
+    waiting = [Waiter("m", "a", cost_ms=10.0) for _ in range(40)]
+    for waiter in waiting:
+        admission.enter(waiter, now)
+    for waiter in waiting[:4]:
+        admission.leave(waiter, now + 0.5)
+        admission.let_in(waiter, 10.0, now + 0.5)
+    return admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=10.0), now + 0.5)
+
+
+def test_what_waited_while_a_worker_hung_says_nothing_of_a_burst_later() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    for _ in range(4):
+        _wait_for(admission, 0.0, 8.0)
+    assert _predicted_of_a_burst(admission, 20.0) == pytest.approx(36.5 / 8)
+
+
+def test_time_without_a_worker_does_not_count_as_its_slowness() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    admission.worker_gone("w", 0.0)
+    waiting = [Waiter("m", "a", cost_ms=10.0) for _ in range(5)]
+    for waiter in waiting:
+        admission.enter(waiter, 0.0)
+    assert admission.predicted_wait_seconds(waiting[4], 15.0) is None, "who waits for a worker may wait"
+    admission.stepped("w", 0.0, 0.0, 20.0)
+    assert _predicted_of_a_burst(admission, 20.0) == pytest.approx(41.5 / 8)

@@ -25,6 +25,7 @@ import psutil
 
 from tests.chaos.machine_faults import FLEET, MACHINE_KINDS, MachineFaults, MachineKind
 from tests.chaos.options import Options
+from tests.chaos.priorities import raise_priority
 from tests.system.fleet import START_SECONDS, Fleet, Service, until
 
 ProcessKind = Literal["kill", "kill front", "kill engine", "restart", "stop", "stop engine", "stop kv"]
@@ -198,8 +199,9 @@ class FaultSchedule:
             await self._until_up(fault.victim, None)
         else:
             await self._end(fault, service, engines)
-            self._start(fault.victim)
+            started = self._start(fault.victim)
             await self._until_up(fault.victim, before)
+            raise_priority(psutil.Process(started.process.pid))
 
     async def _end(self, fault: Fault, service: Service, engines: Sequence[psutil.Process]) -> None:
         """Kill a service, or its front or engine, or send SIGTERM; return once all its processes have ended."""

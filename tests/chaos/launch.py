@@ -2,6 +2,8 @@
 
 TANDEM_CHAOS_SEED seeds the faults of this process, TANDEM_CHAOS_COUNTS names the file of counts.
 
+It starts with a low priority if `tests.chaos.priorities` says so.
+
 If no Python code runs for 25 s, the stacks of all threads are written to the log: a library keeps the interpreter lock.
 """
 
@@ -15,6 +17,7 @@ import threading
 from pathlib import Path
 
 from tests.chaos.injection import Injector
+from tests.chaos.priorities import lower_if_asked
 
 SEED = "TANDEM_CHAOS_SEED"
 COUNTS = "TANDEM_CHAOS_COUNTS"
@@ -27,6 +30,7 @@ _REARM_SECONDS = 2.0
 def main() -> None:
     service = sys.argv[1]
     sys.argv = [service, *sys.argv[2:]]
+    lower_if_asked()
     threading.Thread(target=_dump_if_frozen, name="frozen", daemon=True).start()
     with Injector(os.environ[SEED], Path(os.environ[COUNTS])).installed():
         runpy.run_module(service, run_name="__main__", alter_sys=True)

@@ -12,9 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 
 from tandem_runtime.lifecycle import forget_what_is_loaded
+from tests.chaos import priorities
 from tests.chaos.balance import differences
 from tests.chaos.bursts import Bursts
 from tests.chaos.client import ask, new_record, rarest_stage
@@ -149,6 +151,8 @@ class Run:
         sent_over_http = self._questions[: max(4, len(self._questions) // 4)]
         self._http_questions = await make_http_questions(first.http, sent_over_http, self._rng("http questions"))
         await second.ready()
+        for service in self.fleet.services.values():
+            priorities.raise_priority(psutil.Process(service.process.pid))
         forget_what_is_loaded()  # as a gateway does: else a collection of torch's objects stops this one for a second
 
     def _start(self, worker_id: str) -> Service:
@@ -169,6 +173,7 @@ class Run:
             "PYTHONPATH": os.pathsep.join((str(_ROOT), str(_ROOT / "protos" / "gen"))),
             SEED: f"{self.options.seed} {name} {self._lives[name]}",
             COUNTS: str(self.counts),
+            **priorities.environment(),
             **(clock.environment if clock is not None else {}),
         }
 

@@ -20,6 +20,7 @@ import psutil
 
 from control_plane.settings import ControlPlaneSettings
 from tests.chaos.http_gateway import Conditions, HttpGateway, http_client
+from tests.chaos.priorities import raise_priority
 from tests.chaos.surroundings import SECOND_GATEWAY
 from tests.ports import free_ports
 from tests.system.fleet import START_SECONDS, until
@@ -76,6 +77,7 @@ class SecondGateway(HttpGateway):
             return False
 
         await until(is_ready, START_SECONDS, lambda: f"{self.name} is not ready:\n{self.tail()}")
+        raise_priority(self.process)
         self.is_up, self._ready_at = True, time.monotonic()
 
     async def kill(self) -> None:

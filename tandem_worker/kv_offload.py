@@ -38,7 +38,10 @@ log = get_logger(__name__)
 _LOOKUP_SECONDS = 0.25
 """The deadline of a lookup without blocks; computing a short prompt is often faster than a slower answer."""
 _REMOTE_LOOKUP_SECONDS = 2.0
-"""The same for a lookup that includes another host's store."""
+"""The most for a lookup that includes another host's store: as long as computing what is there takes, if that is less.
+
+So a KV service that hangs costs a prompt as much time again, at most.
+"""
 _LOOKUP_SECONDS_PER_BLOCK = 0.0005
 """More for each block: reading one from disk takes about 0.15 ms, computing 16 tokens takes longer than 0.5 ms."""
 _MAP_SECONDS = 2.0
@@ -188,7 +191,7 @@ class KVOffload:
         prefix: list[messages.PrefixBlock] = []
         try:
             useful = self._useful(request.submit.block_hashes, command)
-            seconds = lookup_seconds(len(useful), is_remote=bool(request.submit.prefix_source))
+            seconds = lookup_seconds(len(useful), request.submit)
             with lost_is_unavailable():
                 prefix = await self._load_prefix(request, useful, asyncio.get_running_loop().time() + seconds)
         except (TandemError, TimeoutError) as error:
@@ -366,9 +369,13 @@ def _extent_ref(block: kv.StoredBlock) -> messages.ExtentRef:
     )
 
 
-def lookup_seconds(num_blocks: int, *, is_remote: bool) -> float:
-    """Return the deadline of a lookup of so many blocks."""
-    return (_REMOTE_LOOKUP_SECONDS if is_remote else _LOOKUP_SECONDS) + num_blocks * _LOOKUP_SECONDS_PER_BLOCK
+def lookup_seconds(num_blocks: int, submit: pb.Submit) -> float:
+    """Return the deadline of a lookup of so many blocks of a request."""
+    seconds = _LOOKUP_SECONDS
+    if submit.prefix_source:
+        computed = submit.prefix_ms / 1000 if submit.HasField("prefix_ms") else _REMOTE_LOOKUP_SECONDS
+        seconds = min(_REMOTE_LOOKUP_SECONDS, max(_LOOKUP_SECONDS, computed))
+    return seconds + num_blocks * _LOOKUP_SECONDS_PER_BLOCK
 
 
 LoadBlocks = Callable[[int, int, int], Awaitable[list[messages.PrefixBlock]]]

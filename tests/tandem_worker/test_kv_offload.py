@@ -150,9 +150,16 @@ async def test_the_store_is_asked_for_what_may_be_found_and_never_for_the_last_t
 
 
 def test_a_lookup_may_take_longer_the_more_blocks_it_is_about() -> None:
-    assert lookup_seconds(0, is_remote=False) == 0.25
-    assert lookup_seconds(8191, is_remote=False) > 4.0  # the disk reads as many in 1.2 s
-    assert lookup_seconds(100, is_remote=True) > lookup_seconds(100, is_remote=False)
+    here = pb.Submit()
+    assert lookup_seconds(0, here) == 0.25
+    assert lookup_seconds(8191, here) > 4.0  # the disk reads as many in 1.2 s
+    assert lookup_seconds(100, pb.Submit(prefix_source="far:1")) > lookup_seconds(100, here)
+
+
+def test_another_hosts_store_is_waited_for_as_long_as_computing_takes() -> None:
+    for prefix_ms, seconds in ((0, 0.25), (100, 0.25), (700, 0.7), (60_000, 2.0)):
+        assert lookup_seconds(0, pb.Submit(prefix_source="far:1", prefix_ms=prefix_ms)) == seconds
+    assert lookup_seconds(0, pb.Submit(prefix_source="far:1")) == 2.0, "a gateway of an earlier release"
 
 
 async def test_what_was_lent_before_the_deadline_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

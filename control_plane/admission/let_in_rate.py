@@ -11,6 +11,10 @@ _MIN_LET_IN, _MIN_SECONDS = 4, 0.5
 """Before the rate is known."""
 _LULL_SECONDS = 10.0
 """Without a waiting request: then what was measured is forgotten. It may have been a hung worker's rate."""
+_LEAST_GAP_SECONDS, _MOST_GAPS = 1.0, 8.0
+"""So long may pass between two requests that are let in, or as many mean gaps, and no more than all gaps before.
+
+What is longer is a hang, and no measure of a rate."""
 
 
 @dataclass
@@ -22,7 +26,7 @@ class LetInRate:
     can do, and holds when there are more of them, or when other gateways begin to wait.
 
     Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing. Times without
-    a worker do not count either: who waits then waits for a worker.
+    a worker do not count either, nor times in which workers hang: who waits then waits for a worker.
     """
 
     _part: float = 1.0
@@ -31,6 +35,11 @@ class LetInRate:
     _idle_since: float = -math.inf
     _seconds: float = 0.0
     """Of workers, for this gateway, while any waited; the sums forget what is long ago."""
+    _gaps: float = 0.0
+    """Seconds of the clock in that."""
+    _gap: float = 0.0
+    """Seconds that count since the last request was let in."""
+    _longest_gap: float = _LEAST_GAP_SECONDS
     _work: float = 0.0
     _num_recent: float = 0.0
     """Requests of that sum, forgotten as it is."""
@@ -60,8 +69,10 @@ class LetInRate:
         """At least one request waits from now on."""
         self._advance(now)
         if self._busy_since is None and now - self._idle_since > _LULL_SECONDS:
-            self._seconds = self._work = self._num_recent = 0.0
-            self._num_let_in = 0
+            self._seconds = self._gaps = self._work = self._num_recent = 0.0
+            self._num_let_in, self._longest_gap = 0, _LEAST_GAP_SECONDS
+        if self._busy_since is None:
+            self._gap = 0.0
         self._busy_since = now
 
     def nobody_waits(self, now: float) -> None:
@@ -73,6 +84,8 @@ class LetInRate:
         self._work += work
         self._num_recent += 1
         self._num_let_in += 1
+        self._gap = 0.0
+        self._longest_gap = max(_LEAST_GAP_SECONDS, self._gaps * min(1.0, _MOST_GAPS / self._num_recent))
 
     def take_back(self, work: float) -> None:
         self._work = max(0.0, self._work - work)
@@ -82,12 +95,13 @@ class LetInRate:
     def _advance(self, now: float) -> None:
         if self._busy_since is None:
             return
-        if not self._num_workers:
-            self._busy_since = now
-            return
-        seconds = max(0.0, now - self._busy_since)
+        seconds = 0.0
+        if self._num_workers:
+            seconds = max(0.0, min(now - self._busy_since, self._longest_gap - self._gap))
         kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._seconds = self._seconds * kept + seconds * self._part * self._num_workers
+        self._gaps = self._gaps * kept + seconds
         self._work *= kept
         self._num_recent *= kept
+        self._gap += seconds
         self._busy_since = now

@@ -411,3 +411,37 @@ def test_time_without_a_worker_does_not_count_as_its_slowness() -> None:
     assert admission.predicted_wait_seconds(waiting[4], 15.0) is None, "who waits for a worker may wait"
     admission.stepped("w", 0.0, 0.0, 20.0)
     assert _predicted_of_a_burst(admission, 20.0) == pytest.approx(41.5 / 8)
+
+
+def test_a_hang_between_two_that_are_let_in_is_no_measure_of_the_rate() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    for _ in range(60):
+        admission.enter(Waiter("m", "a", cost_ms=10.0), 0.0)
+
+    def let_in_at(now: float) -> float | None:
+        waiter = admission.first()
+        assert waiter is not None
+        admission.leave(waiter, now)
+        admission.let_in(waiter, 10.0, now)
+        return admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=10.0), now)
+
+    for number in range(10):
+        regular = let_in_at(0.25 * (number + 1))
+    assert regular == pytest.approx(50.5 / 4, rel=0.05)
+    hung = let_in_at(12.5)
+    assert hung is not None and regular is not None and hung < 2 * regular, "ten seconds are no ten seconds' work"
+
+
+def test_slow_workers_are_known_to_be_slow_after_some_requests() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    for _ in range(60):
+        admission.enter(Waiter("m", "a", cost_ms=10.0), 0.0)
+    for number in range(12):
+        waiter = admission.first()
+        assert waiter is not None
+        admission.leave(waiter, 5.0 * (number + 1))
+        admission.let_in(waiter, 10.0, 5.0 * (number + 1))
+    predicted = admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=10.0), 60.0)
+    assert predicted == pytest.approx(48.5 * 5, rel=0.1), "one in five seconds"

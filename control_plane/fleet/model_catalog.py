@@ -153,9 +153,9 @@ class ModelCatalog:
     async def get(self, name: str) -> ModelDescription:
         if (found := self._with_adapter(name)) is not None:
             known, adapter = found
-            return replace(await self._describe_once(known), adapter=adapter)
+            return replace(await self._described_for_request(known), adapter=adapter)
         known, is_fallback = self._known_or_fallback(name)
-        model = await self._describe_once(known)
+        model = await self._described_for_request(known)
         if not is_fallback:
             return model
         requested = self._models.describes(name)  # its clients parse the answers, so the wire format stays
@@ -189,6 +189,19 @@ class ModelCatalog:
                 return self._find(self._fallback_model), True
             except ModelNotFound:
                 raise error from None
+
+    async def _described_for_request(self, known: _Known) -> ModelDescription:
+        """Return a description. Raise TandemError: while no worker sends the files one without `problem_of`'s text."""
+        try:
+            return await self._describe_once(known)
+        except BrokenFile:
+            raise
+        except Unavailable as error:
+            raise Unavailable(
+                f"this gateway has not got the files of {known.card.model_id} from its workers yet; send the request "
+                "again in a moment, here or to another gateway",
+                retry_after_seconds=2.0,
+            ) from error
 
     async def _describe_once(self, known: _Known) -> ModelDescription:
         """Return a description, from now on kept. Raise TandemError, also for a failure of some seconds ago."""

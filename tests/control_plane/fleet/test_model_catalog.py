@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from control_plane.api.http.errors import public_message
 from control_plane.fleet import model_files
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import RESTART_SECONDS, WorkerRegistry
@@ -123,9 +124,13 @@ async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
     registry, catalog = new()
     async with serving(b"something else") as (_, address):
         register(registry, "w", address)
-        with pytest.raises(Unavailable, match="does not match its digest"):
+        with pytest.raises(Unavailable, match="has not got the files of m") as refusal:
             await catalog.get("m")
         await catalog.prefetch()  # logs the failure and continues
+        assert "does not match its digest" in catalog.problem_of("m")
+    said = public_message(refusal.value)
+    assert "in a moment, here or to another gateway" in said, "a client reads it, and no address of a worker"
+    assert refusal.value.retry_after_seconds == 2.0
     assert catalog.list() == []
 
 
@@ -321,8 +326,9 @@ async def test_a_worker_with_the_file_is_asked_at_once_though_another_did_not_gi
         register(registry, "bad", bad_address)
         for _ in range(3):
             await catalog.prefetch()
-            with pytest.raises(Unavailable, match="does not match"):
+            with pytest.raises(Unavailable, match="has not got the files"):
                 await catalog.get("m")
+            assert "does not match" in catalog.problem_of("m")
         assert bad.num_fetches == 1, "a failure holds for half a second, then twice as long"
         register(registry, "good", address)
         assert (await catalog.get("m")).tokenizer_json == TOKENIZER

@@ -261,6 +261,8 @@ _REPORT_GRACE_SECONDS = 2.0
 _INSTRUCTIONS_PER_LOOK = 20_000
 """Of SQLite's virtual machine: about a millisecond."""
 _SINGLE = "tandem_single_statements"
+_PRIMARY_CODE = 0xFF
+"""The bits of SQLite's extended result codes that name the error itself: https://www.sqlite.org/rescode.html."""
 _SOON: dict[str, Any] = {"retry_after_seconds": 1.0}
 
 
@@ -390,6 +392,7 @@ def _postgres_engine(url: URL, statement_seconds: float, pool_size: int) -> Asyn
 def _listen(engine: sa.Engine) -> None:
     sa.event.listen(engine, "connect", _prepare_sqlite)
     sa.event.listen(engine, "begin", _begin_immediate)
+    sa.event.listen(engine, "handle_error", _drop_if_read_only)
 
 
 def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry) -> None:
@@ -405,6 +408,16 @@ def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry) -> None:
         if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
             raise
     cursor.close()
+
+
+def _drop_if_read_only(context: sa.ExceptionContext) -> None:
+    """Drop a connection that cannot write, and all older ones: the next ones are opened anew.
+
+    SQLite opens a file to read alone where the disk is read-only, and stays so when the disk is well again.
+    """
+    code = getattr(context.original_exception, "sqlite_errorcode", 0)
+    if code & _PRIMARY_CODE == sqlite3.SQLITE_READONLY:
+        context.is_disconnect = True
 
 
 def _begin_immediate(connection: sa.Connection) -> None:

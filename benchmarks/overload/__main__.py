@@ -7,6 +7,7 @@
 
 Two gateways and the client have the first core, the workers of two models the last one. The workers are real, with a
 small model, and their speed is measured first; with `--stand-ins` they emit tokens at a pace, so the capacity is known.
+All loads are asked one after the other, and once more backwards.
 Arrivals are random (Poisson, seeded), and nobody comes again. A greedy account asks for 80 % at both gateways, a small
 one for 10 % at one of them, and another one for 10 % at both. The same arrivals go through the simulator: what would
 have become of the refused, had all been accepted? `--gateways` compares numbers of gateways at 3 times the capacity,
@@ -39,7 +40,7 @@ from benchmarks.overload.asking import ask
 from benchmarks.overload.entering import enter
 from benchmarks.overload.gateways import compare_gateways, simulate_gateways
 from benchmarks.overload.gateways import enter as enter_gateways
-from benchmarks.overload.judging import Load
+from benchmarks.overload.judging import Load, together
 from benchmarks.overload.prompts import compare_prompts, prompt_conditions
 from benchmarks.overload.simulated import admitted, all_accepted, asked_of
 from benchmarks.overload.systems import FIRST_CORE, MODELS, STAND_IN_SIZES, Setup, System, stand_in_profile, started
@@ -58,9 +59,11 @@ class Size:
     wait_seconds: float
     """The budget until the first token."""
     token_seconds: float = 0.25
+    num_passes: int = 1
+    """Through the loads, each second one backwards: a machine that becomes slower or faster does so for all of them."""
 
 
-FULL = Size((1, 2, 5, 20), 75.0, 15.0, 10.0)
+FULL = Size((1, 2, 5, 20), 45.0, 12.0, 10.0, num_passes=2)
 QUICK = Size((1, 5), 8.0, 2.0, 3.0)
 
 
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     size, is_stand_in = QUICK if options.quick and not options.simulated else FULL, options.stand_ins or options.quick
     seconds = _simulated_seconds(is_quick=options.quick) if options.simulated else size.seconds
+    passes = "" if options.simulated else _passes(size)
     conditions = {
         "accounts": "; ".join(
             f"{name} {account.share:.0%} at {'all gateways' if account.gateways is None else 'the first gateway'}"
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "models": f"{len(MODELS)}, a {'stand-in' if is_stand_in else 'real decode'} worker each, on one core",
         "gateways": f"{options.gateways or _NUM_GATEWAYS}, with the client on one core; SQLite ledgers",
         "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
-        "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count; nobody comes again",
+        "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count, {passes}nobody comes again",
     }
     if options.prompts:
         conditions = {"accounts": conditions["accounts"], **prompt_conditions(is_quick=options.quick)}
@@ -92,6 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure = functools.partial(_measure, size, is_stand_in, options.gateways_of)
     pinned = functools.partial(_pinned, measure)
     return run("overload", options, conditions, pinned, is_timed=not options.simulated)
+
+
+def _passes(size: Size) -> str:
+    return f"{size.num_passes} times, forwards and backwards; " if size.num_passes > 1 else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,8 +127,11 @@ async def _measure(
     setup = Setup(_NUM_GATEWAYS, size.wait_seconds, size.token_seconds, is_stand_in, checkout)
     async with started(setup, folder, progress) as system:
         health_ms = await _health_cpu_ms(system)
-        loads = [await measured_load(system, times, size, progress) for times in size.loads]
-    enter(outcome, loads, health_ms)
+        passes: dict[float, list[Load]] = {times: [] for times in size.loads}
+        for number in range(size.num_passes):
+            for times in reversed(size.loads) if number % 2 else size.loads:
+                passes[times].append(await measured_load(system, times, size, progress, number))
+    enter(outcome, [together(loads) for loads in passes.values()], health_ms)
 
 
 def _simulated_seconds(*, is_quick: bool) -> float:
@@ -143,11 +154,12 @@ async def _simulate(is_quick: bool, outcome: Outcome, folder: Path, progress: Pr
     enter_gateways(outcome, simulate_gateways((1, 2, 4), seconds, size.wait_seconds))
 
 
-async def measured_load(system: System, times: float, size: Size, progress: Progress) -> Load:
+async def measured_load(system: System, times: float, size: Size, progress: Progress, number: int = 0) -> Load:
     """Ask for so many times the capacity; return once every request has ended, and the simulator has had them too."""
     progress(f"{times:g} times the capacity")
     num_gateways = len(system.addresses)
-    coming = arrivals(times * system.capacity, size.seconds, system.sizes, MODELS, num_gateways, f"overload {times}")
+    seed = f"overload {times} {number}"
+    coming = arrivals(times * system.capacity, size.seconds, system.sizes, MODELS, num_gateways, seed)
     before = _cpu_seconds(system)
     asked = await ask(system.addresses, coming, system.body)
     cpu_seconds = _cpu_seconds(system) - before

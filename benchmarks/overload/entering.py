@@ -39,7 +39,7 @@ def enter(outcome: Outcome, loads: Sequence[Load], health_ms: float | None) -> N
 def _figures(load: Load, first: Load) -> dict[str, float]:
     key = f"load_{load.times:g}"
     return {
-        f"{key}.asked_per_second": len(load.counted) / (load.seconds - load.warm_seconds),
+        f"{key}.asked_per_second": len(load.counted) / load.counted_seconds,
         f"{key}.goodput": load.goodput,
         f"{key}.goodput_of_first": _ratio(load.goodput, first.goodput),
         f"{key}.good_tokens": load.good_tokens,
@@ -62,7 +62,7 @@ def _by_load(loads: Sequence[Load]) -> Sheet:
     rows: Rows = [
         (
             f"{load.times:g}",
-            f"{len(load.counted) / (load.seconds - load.warm_seconds):.1f}",
+            f"{len(load.counted) / load.counted_seconds:.1f}",
             f"{load.goodput:.2f} ({_ratio(load.goodput, first.goodput):.3f})",
             f"{load.good_tokens:.0f} ({_ratio(load.good_tokens, first.good_tokens):.3f})",
             f"{len(load.refused) / max(1, len(load.counted)):.1%}",

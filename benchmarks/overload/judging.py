@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from benchmarks.lib.stats import percentile
 from benchmarks.overload.asking import Asked
@@ -18,7 +19,7 @@ NUM_PARTS = 10
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of one load. What came in the first `warm_seconds` does not count, nor what ended then."""
+    """The requests of one load. What came in the first `warm_seconds` of a pass does not count, nor what ended then."""
 
     times: float
     """Of the capacity."""
@@ -32,11 +33,21 @@ class Load:
     cpu_seconds: float = 0.0
     """Of the gateways, from the beginning until the last request ended."""
     simulated: Mapping[str, float] = field(default_factory=dict)
+    starts: Sequence[float] = (0.0,)
+    """When its passes began."""
+
+    @property
+    def counted_seconds(self) -> float:
+        """Of all passes."""
+        return len(self.starts) * (self.seconds - self.warm_seconds)
 
     @property
     def counted(self) -> list[Asked]:
-        """Requests that came in the window."""
-        return [each for each in self.asked if each.request.arrival >= self.warm_seconds]
+        """Requests that came in the window of a pass."""
+        return [each for each in self.asked if self._counts(each.request.arrival)]
+
+    def _counts(self, at: float) -> bool:
+        return any(start + self.warm_seconds <= at <= start + self.seconds for start in self.starts)
 
     @property
     def accepted(self) -> list[Asked]:
@@ -74,18 +85,17 @@ class Load:
 
     @property
     def _ended(self) -> list[Asked]:
-        window = self.warm_seconds, self.seconds
-        return [each for each in self.asked if each.ended_at is not None and window[0] <= each.ended_at <= window[1]]
+        return [each for each in self.asked if each.ended_at is not None and self._counts(each.ended_at)]
 
     @property
     def goodput(self) -> float:
         """Requests per second."""
-        return len(self.good) / (self.seconds - self.warm_seconds)
+        return len(self.good) / self.counted_seconds
 
     @property
     def good_tokens(self) -> float:
         """Tokens per second."""
-        return sum(each.num_tokens for each in self.good) / (self.seconds - self.warm_seconds)
+        return sum(each.num_tokens for each in self.good) / self.counted_seconds
 
     @property
     def ttft_p95(self) -> float:
@@ -128,6 +138,32 @@ class Load:
             name = each.request.account
             used[name] = used.get(name, 0.0) + device_seconds(each.request, 0, self.profile)
         return used
+
+
+def together(passes: Sequence[Load]) -> Load:
+    """Return one load of several passes of it: their times follow each other."""
+    length = 1.0 + max((each.ended_at or each.at for load in passes for each in load.asked), default=0.0)
+    length = max(length, passes[0].seconds + 1.0)
+    num_numbers = 1 + max((each.request.number for load in passes for each in load.asked), default=0)
+    starts = [number * length for number in range(len(passes))]
+    asked = [
+        _later(each, start, number * num_numbers)
+        for number, (load, start) in enumerate(zip(passes, starts, strict=True))
+        for each in load.asked
+    ]
+    would = {number * num_numbers + each for number, load in enumerate(passes) for each in load.would}
+    simulated = {name: fmean(load.simulated[name] for load in passes) for name in passes[0].simulated}
+    cpu_seconds = sum(load.cpu_seconds for load in passes)
+    return replace(
+        passes[0], asked=asked, would=would, cpu_seconds=cpu_seconds, simulated=simulated, starts=tuple(starts)
+    )
+
+
+def _later(asked: Asked, seconds: float, numbers: int) -> Asked:
+    request = replace(asked.request, number=asked.request.number + numbers, arrival=asked.request.arrival + seconds)
+    first_at = None if asked.first_at is None else asked.first_at + seconds
+    ended_at = None if asked.ended_at is None else asked.ended_at + seconds
+    return replace(asked, request=request, at=asked.at + seconds, first_at=first_at, ended_at=ended_at)
 
 
 def acceptance_by_length(loads: Sequence[Load]) -> list[tuple[int, float, int]]:

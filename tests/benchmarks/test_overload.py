@@ -15,7 +15,7 @@ from benchmarks.overload.__main__ import Size, measured_load
 from benchmarks.overload.arrivals import ACCOUNTS, Sizes, arrivals
 from benchmarks.overload.asking import Asked
 from benchmarks.overload.entering import enter
-from benchmarks.overload.judging import Load, acceptance_by_length
+from benchmarks.overload.judging import Load, acceptance_by_length, together
 from benchmarks.overload.pace.sitecustomize import at_pace
 from benchmarks.overload.simulated import admitted, all_accepted
 from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, started
@@ -68,6 +68,18 @@ def test_a_load_is_judged_by_goodput_budgets_parts_and_refusals() -> None:
     turned = load(5, [refused("greedy", 3.0, number=number) for number in range(4)], would=frozenset({1, 9}))
     assert turned.would_share == 0.25
     assert turned.refusal_ms_p99 == pytest.approx(10)
+
+
+def test_two_passes_of_a_load_are_judged_as_one_and_what_ends_between_them_does_not_count() -> None:
+    asked = [*(answered("greedy", at) for at in (1, 5, 9.5)), refused("greedy", 6.0, number=3)]  # one ends at 13.4 s
+    one = load(5, asked, would=frozenset({3}), cpu_seconds=2.0, simulated={"goodput_per_second": 3.0})
+    other = load(5, [answered("small", 4), refused("small", 4.0, number=3)], simulated={"goodput_per_second": 5.0})
+    both = together([one, other])
+    assert len(one.good) == 2 and len(both.good) == 3 and len(both.asked) == 6
+    assert both.goodput == pytest.approx((one.goodput + other.goodput) / 2)
+    assert both.would_share == 0.5 and both.cpu_seconds == 2.0 and both.simulated == {"goodput_per_second": 4.0}
+    assert both.refusal_ms_p99 == pytest.approx(10) and both.ttft_p95 == one.ttft_p95
+    assert set(both.account_shares) == {"greedy", "small"}
 
 
 def test_each_account_has_a_fair_part_of_the_workers_time() -> None:

@@ -14,8 +14,8 @@ from benchmarks.routing.__main__ import Fleet, Size, enter
 
 def test_each_target_is_met_or_missed_by_its_own_figure() -> None:
     outcome = Outcome()
-    enter(outcome, [], Size(10, 1, 1_000, 2), [0.1, 0.2])
-    enter(outcome, [], Size(20, 1, 1_000, 2), [0.1, 0.4])
+    enter(outcome, [], Size(10, 1, 1_000, 2), [0.1, 0.2], [0.1])
+    enter(outcome, [], Size(20, 1, 1_000, 2), [0.1, 0.4], [0.2, 0.2])
     assert [target.is_met for target in outcome.targets] == [True, False]
     assert outcome.figures["20w_1m_1k_p50_ms"] == pytest.approx(0.25)
 

@@ -38,10 +38,7 @@ log = get_logger(__name__)
 _LOOKUP_SECONDS = 0.25
 """The deadline of a lookup without blocks; computing a short prompt is often faster than a slower answer."""
 _REMOTE_LOOKUP_SECONDS = 2.0
-"""The most for a lookup that includes another host's store: as long as computing what is there takes, if that is less.
-
-So a KV service that hangs costs a prompt as much time again, at most.
-"""
+"""The most for a lookup that includes another host's store; a gateway says how long that is worth waiting for."""
 _LOOKUP_SECONDS_PER_BLOCK = 0.0005
 """More for each block: reading one from disk takes about 0.15 ms, computing 16 tokens takes longer than 0.5 ms."""
 _MAP_SECONDS = 2.0
@@ -373,8 +370,8 @@ def lookup_seconds(num_blocks: int, submit: pb.Submit) -> float:
     """Return the deadline of a lookup of so many blocks of a request."""
     seconds = _LOOKUP_SECONDS
     if submit.prefix_source:
-        computed = submit.prefix_ms / 1000 if submit.HasField("prefix_ms") else _REMOTE_LOOKUP_SECONDS
-        seconds = min(_REMOTE_LOOKUP_SECONDS, max(_LOOKUP_SECONDS, computed))
+        worth = submit.prefix_wait_ms / 1000 if submit.HasField("prefix_wait_ms") else _REMOTE_LOOKUP_SECONDS
+        seconds = min(_REMOTE_LOOKUP_SECONDS, max(_LOOKUP_SECONDS, worth))
     return seconds + num_blocks * _LOOKUP_SECONDS_PER_BLOCK
 
 

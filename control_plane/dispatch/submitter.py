@@ -154,7 +154,7 @@ class Submitter:
         if estimate is not None:
             submit.prefix_source, submit.prefix_source_id = estimate.source, estimate.source_id
         if estimate is not None and estimate.source:
-            submit.prefix_ms = round(1000.0 * estimate.cached.remote / self._costs.tokens_per_second(worker))
+            submit.prefix_wait_ms = round(self._costs.prefix_wait_ms(estimate))
         num_tokens = submit.num_prompt_tokens + len(submit.token_ids)
         num_to_compute = estimate.num_computed_tokens if estimate is not None else num_tokens
         is_decode = choice_index is not None

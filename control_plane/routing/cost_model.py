@@ -26,6 +26,8 @@ EXPECTED_ANSWER_TOKENS = 256
 """Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 _ASSUMED_TOKENS_PER_SECOND = 1000.0
 _MEMORY_BYTES_PER_SECOND = 5e9
+_LATE_LOADS = 4.0
+"""A worker waits so many times as long for another host's blocks as is predicted."""
 """From the host's store into a pool: one copy, beside other work."""
 _OLD_WEIGHT = 0.8
 """Weight of earlier measurements in a moving average."""
@@ -264,6 +266,14 @@ class CostModel:
                 load_ms += fetch_ms
         num_missing = max(1, round(request.num_prompt_tokens - size * (own + remote) - num_found))
         return CachedPrefix(size * own, size * host, size * remote, remote_host), num_missing, load_ms
+
+    def prefix_wait_ms(self, estimate: PrefillEstimate) -> float:
+        """Return how long a worker may wait for what another host's store has: some times as long as predicted.
+
+        Not longer than computing it takes, so a KV service that hangs costs a prompt as much time again, at most.
+        """
+        computed_ms = 1000.0 * estimate.cached.remote / self.tokens_per_second(estimate.worker)
+        return min(computed_ms, _LATE_LOADS * estimate.load_ms)
 
     def local_ms(self, estimate: PrefillEstimate) -> float:
         """Return the cost of a prompt at a decode worker, the delay of the answers that run there included."""

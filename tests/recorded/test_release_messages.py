@@ -147,7 +147,7 @@ def test_a_request_of_this_release_is_whole_for_a_worker_of_the_release_before()
     for submit in _submits():
         before = old_command.FromString(pb.Command(submit=submit).SerializeToString())
         submit.space, submit.hash_grain, submit.time_left_ms = b"s" * 16, 16, 5_000
-        submit.prefix_source_id, submit.prefix_ms = "0123456789abcdef", 700
+        submit.prefix_source_id, submit.prefix_wait_ms = "0123456789abcdef", 700
         submit.handle.signature, submit.handle.holder_id = b"x" * 73, "0123456789abcdef"
         after: Any = old_command.FromString(pb.Command(submit=submit).SerializeToString())
         _without_unknown(after)

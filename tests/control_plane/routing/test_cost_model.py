@@ -123,6 +123,10 @@ def test_another_hosts_blocks_are_fetched_if_that_is_sooner_than_computing() -> 
     described = route.describe()
     assert (described["prefix_source"], described["cached_remote_tokens"]) == ("far:1", 800)
     assert route.predicted_ms["load"] == pytest.approx(52.0)  # 50 MB at the assumed 1 GB/s, and 2 ms
+    estimate = route.estimates[route.workers[0].incarnation]
+    assert harness.router.costs.prefix_wait_ms(estimate) == pytest.approx(4 * 52.0)
+    slower = estimate._replace(load_ms=300.0)
+    assert harness.router.costs.prefix_wait_ms(slower) == pytest.approx(800.0), "as long as computing it takes"
     slow = pb.KvLink(address="far:1", bytes_per_second=60 * MEGABYTE, latency_ms=7.0)
     harness.add_kv("h", slow)
     assert harness.prefill_of()[1].describe()["prefix_source"] == ""  # 50 blocks are computed in 800 ms

@@ -971,7 +971,7 @@ class Submit(message.Message):
     HANDLE_LAYOUT_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     GRANT_TOKENS_FIELD_NUMBER: builtins.int
-    PREFIX_MS_FIELD_NUMBER: builtins.int
+    PREFIX_WAIT_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -1004,8 +1004,8 @@ class Submit(message.Message):
     """tokens per entry of block_hashes, and per block of the counts above; 0: the worker's block"""
     grant_tokens: builtins.int
     """What the gateway counts of this request against its grants on this stream. Absent: nothing, and no request."""
-    prefix_ms: builtins.int
-    """Predicted time in which the worker would compute what is at prefix_source. Absent: not known."""
+    prefix_wait_ms: builtins.int
+    """How long the worker may wait for what is at prefix_source, before it computes that itself. Absent: not known."""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -1064,11 +1064,11 @@ class Submit(message.Message):
         handle_layout: KvLayout | None = ...,
         adapter: Adapter | None = ...,
         grant_tokens: builtins.int | None = ...,
-        prefix_ms: builtins.int | None = ...,
+        prefix_wait_ms: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_ms", b"_prefix_ms", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "prefix_ms", b"prefix_ms", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_wait_ms", b"_prefix_wait_ms", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "prefix_wait_ms", b"prefix_wait_ms", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_ms", b"_prefix_ms", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_ms", b"prefix_ms", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_wait_ms", b"_prefix_wait_ms", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "prefix_wait_ms", b"prefix_wait_ms", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant_tokens: _TypeAlias = typing.Literal["grant_tokens"]  # noqa: Y015
     _WhichOneofArgType__grant_tokens: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens"]  # noqa: Y015
@@ -1076,8 +1076,8 @@ class Submit(message.Message):
     _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015
     _WhichOneofReturnType__max_left_blocks: _TypeAlias = typing.Literal["max_left_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_left_blocks: _TypeAlias = typing.Literal["_max_left_blocks", b"_max_left_blocks"]  # noqa: Y015
-    _WhichOneofReturnType__prefix_ms: _TypeAlias = typing.Literal["prefix_ms"]  # noqa: Y015
-    _WhichOneofArgType__prefix_ms: _TypeAlias = typing.Literal["_prefix_ms", b"_prefix_ms"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_wait_ms: _TypeAlias = typing.Literal["prefix_wait_ms"]  # noqa: Y015
+    _WhichOneofArgType__prefix_wait_ms: _TypeAlias = typing.Literal["_prefix_wait_ms", b"_prefix_wait_ms"]  # noqa: Y015
     _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
     @typing.overload
@@ -1087,7 +1087,7 @@ class Submit(message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_left_blocks) -> _WhichOneofReturnType__max_left_blocks | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_ms) -> _WhichOneofReturnType__prefix_ms | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_wait_ms) -> _WhichOneofReturnType__prefix_wait_ms | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 

@@ -50,22 +50,33 @@ class MachineFaults:
     async def hold(
         self, kind: MachineKind, victim: str, processes: Sequence[psutil.Process], hours: int, seconds: float
     ) -> None:
-        """Hold a fault for some seconds; `processes` are those of the victim, of which descriptors end in one."""
+        """Hold a fault for some seconds; `processes` are those of the victim, of which descriptors end in one.
+
+        What takes long is done in a thread: the event loop is a gateway's, too, and its pauses are measured.
+        """
         if kind == "disk full":
             await self._fill(seconds)
             return
-        with ExitStack() as held:
-            if kind == "read-only":
-                assert self._surroundings.disk is not None, "one of `kinds`"
-                held.enter_context(self._surroundings.disk.read_only())
-            elif kind == "descriptors":
-                for process in processes:
-                    held.enter_context(used_up(process.pid, num_left=2))
-            else:
-                for clock in self._clocks(victim):
-                    clock.jump(hours)
-                    held.callback(clock.jump, -hours)
+        held = ExitStack()
+        try:
+            await _to_the_end(lambda: self._begin(held, kind, victim, processes, hours))
             await asyncio.sleep(seconds)
+        finally:
+            await _to_the_end(held.close)
+
+    def _begin(
+        self, held: ExitStack, kind: MachineKind, victim: str, processes: Sequence[psutil.Process], hours: int
+    ) -> None:
+        if kind == "read-only":
+            assert self._surroundings.disk is not None, "one of `kinds`"
+            held.enter_context(self._surroundings.disk.read_only())
+        elif kind == "descriptors":
+            for process in processes:
+                held.enter_context(used_up(process.pid, num_left=2))
+        else:
+            for clock in self._clocks(victim):
+                clock.jump(hours)
+                held.callback(clock.jump, -hours)
 
     def _clocks(self, victim: str) -> list[WallClock]:
         clocks = self._surroundings.clocks
@@ -74,10 +85,14 @@ class MachineFaults:
     async def _fill(self, seconds: float) -> None:
         assert self._surroundings.disk is not None, "one of `kinds`"
         until = time.monotonic() + seconds
-        with self._surroundings.disk.filled() as fill:
+        held = ExitStack()
+        fill = held.enter_context(self._surroundings.disk.filled())
+        try:
             while time.monotonic() < until:
-                await asyncio.sleep(_REFILL_SECONDS)
                 await _to_the_end(fill)
+                await asyncio.sleep(_REFILL_SECONDS)
+        finally:
+            await _to_the_end(held.close)
 
 
 async def _to_the_end(work: Callable[[], None]) -> None:

@@ -31,11 +31,12 @@ def lower_if_asked() -> None:
 
 
 def raise_priority(process: psutil.Process) -> None:
-    """Give a process and its children, which serve now, the priority of others."""
+    """Give a process and its children, which serve now, the priority of this one."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     for each in (process, *process.children(recursive=True)):
-        while threads := [thread for thread in _threads(each.pid) if _niceness(thread)]:
+        while threads := [thread for thread in _threads(each.pid) if _niceness(thread, own) > own]:
             for thread in threads:
-                _set(thread)
+                _set(thread, own)
 
 
 @cache
@@ -44,9 +45,10 @@ def _may_raise() -> bool:
     found: list[bool] = []
 
     def attempt() -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, 1)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, own + 1)
         try:
-            os.setpriority(os.PRIO_PROCESS, 0, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, own)
         except PermissionError:
             return
         found.append(True)
@@ -64,15 +66,15 @@ def _threads(pid: int) -> list[int]:
         return []
 
 
-def _niceness(thread: int) -> int:
+def _niceness(thread: int, if_ended: int) -> int:
     try:
         return os.getpriority(os.PRIO_PROCESS, thread)
     except ProcessLookupError:
-        return 0
+        return if_ended
 
 
-def _set(thread: int) -> None:
+def _set(thread: int, niceness: int) -> None:
     try:
-        os.setpriority(os.PRIO_PROCESS, thread, 0)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
     except ProcessLookupError:
         return

@@ -28,10 +28,9 @@ class SmallDisk:
 
     @contextmanager
     def filled(self) -> Iterator[Callable[[], None]]:
-        """Take all that is left; the function takes what was given back since. At the end all is free again."""
+        """Yield a function that takes all that is left, again and again. At the end all is free again."""
         file = os.open(self._filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            _fill(file)
             yield lambda: _fill(file)
         finally:
             os.close(file)

@@ -76,6 +76,7 @@ disk = SmallDisk(Path(sys.argv[1]), 4 << 20)
 file = disk.folder / "file"
 file.write_bytes(bytes(8192))
 with disk.filled() as fill:
+    fill()
     print(refused(lambda: (disk.folder / "another").write_bytes(bytes(1))), end=" ")
     file.write_bytes(b"")  # gives two pages back
     fill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tandem_runtime import loop_turns
 from tests.chaos.options import Options, short
 from tests.chaos.runner import Run
 from tests.chaos.surroundings import folder_inside, start_again_inside
@@ -43,7 +43,7 @@ def main() -> int:
         start_again_inside(folder, [*sys.argv[1:], "--seed", str(options.seed)])
     torch.set_num_threads(1)
     run = Run(options, folder)
-    verdict = asyncio.run(run.run())
+    verdict = loop_turns.run(run.run())
     print("\n".join(verdict.lines()), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(verdict.as_json(), indent=1))

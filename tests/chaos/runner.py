@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import structlog
 
+from tandem_runtime import loop_lag
 from tandem_runtime.lifecycle import forget_what_is_loaded
 from tests.chaos import priorities
 from tests.chaos.balance import differences
@@ -44,6 +45,7 @@ _HOSTS = ("a", "b")
 _SERVICES = tuple(f"{role}-{host}" for host in _HOSTS for role in ("kv", "prefill", "decode"))
 _ROOT = Path(__file__).parents[2]
 _HTTP_SHARE = 0.15
+_STALL_SECONDS = 0.2
 _LEAVING_SHARE = 0.2
 _BALANCE_SECONDS = 15.0
 """A gateway that needs nothing gets grants for 5 s more, which expire after 2.5 s."""
@@ -108,7 +110,8 @@ class Run:
 
     async def _run(self) -> Verdict:
         injector = Injector(f"{self.options.seed} control", self.counts)
-        with logged_to(self.folder / "control.log"), injector.installed():
+        # The clients' pauses are this loop's, too: its log says when it stood still.
+        with logged_to(self.folder / "control.log"), injector.installed(), loop_lag.watched(_STALL_SECONDS):
             async with self.fleet, http_client(self.fleet.base_url) as http:
                 self.pauses = Pauses(self.fleet.registry)
                 if self.options.certificate_seconds:

@@ -20,6 +20,8 @@ from tandem_client.cli.supervisor import last_lines, troubles
 HAS_CHILDREN = True
 HOST_BYTES_BESIDE_WEIGHTS = 2 << 30
 """What a worker may hold in host memory beside its weights, however large its pool is."""
+_SECOND_WAVE = 6
+"""Added to a part's seed: no other part has prompts of that one."""
 _RECOVER_SECONDS = 90.0
 _SETTLE_SECONDS = 40.0
 _LOG_LINES = 60
@@ -91,12 +93,18 @@ async def _hand_over_device(rig: Rig) -> Figures:
 
 
 async def _handed_over(fleet: Fleet, seed: int) -> Figures:
-    """Ask one by one, then all at once; raises RuntimeError if decode has computed prompts itself."""
+    """Ask one by one, then all at once, twice; raises RuntimeError if decode has computed prompts itself.
+
+    The first requests at once meet sizes of batches that the card has not computed yet.
+    """
     form = fleet.settings.form
     before = await fleet.row("decode")
     prompts = fleet.prompts(form.num_requests, seed)
     alone = [await fleet.ask(prompt, form.served_answer_tokens) for prompt in prompts]
-    together = await fleet.ask_all(fleet.prompts(form.num_requests, seed + 1), form.served_answer_tokens)
+    first_together, together = [
+        await fleet.ask_all(fleet.prompts(form.num_requests, seed + more), form.served_answer_tokens)
+        for more in (1, _SECOND_WAVE)
+    ]
     again = await fleet.ask_all(prompts, form.served_answer_tokens)
     after = await fleet.row("decode")
     counted = _change(before, after)
@@ -107,8 +115,9 @@ async def _handed_over(fleet: Fleet, seed: int) -> Figures:
         )
     return {
         "num_prompt_tokens": form.served_prompt_tokens,
-        "num_requests": len(alone) + len(together) + len(again),
+        "num_requests": len(alone) + len(first_together) + len(together) + len(again),
         "alone": _latencies(alone),
+        "first_together": _latencies(first_together),
         "together": _latencies(together),
         "equal_tokens_share_asked_again": equal_share(_tokens(again), _tokens(alone)),
         "blocks_imported": counted["blocks_imported"],

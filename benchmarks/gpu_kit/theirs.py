@@ -30,17 +30,22 @@ class Theirs:
         page_tokens = 256 if is_on_card else 32
         # Without the package, transformers would fetch a kernel from its Hub: nothing is downloaded here.
         has_flash = import_utils.is_flash_attn_2_available() or import_utils.is_flash_attn_3_available()
+        known = library.ContinuousBatchingConfig.__dataclass_fields__
+        chosen = {
+            "page_size" if "page_size" in known else "block_size": page_tokens,  # until 5.17.0: block_size
+            "num_blocks": size.num_pages(page_tokens),
+            "max_batch_tokens": max(size.max_batched_tokens, size.max_batch),
+            "max_requests_per_batch": size.max_batch,
+            "allow_block_sharing": False,
+            "auto_switch_to_flash": has_flash,
+        }
         self._manager = self._model.init_continuous_batching(
             generation_config=library.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=library.ContinuousBatchingConfig(
-                page_size=page_tokens,
-                num_blocks=size.num_pages(page_tokens),
-                max_batch_tokens=max(size.max_batched_tokens, size.max_batch),
-                max_requests_per_batch=size.max_batch,
-                allow_block_sharing=False,
-                auto_switch_to_flash=has_flash,
+                **{name: value for name, value in chosen.items() if name in known}
             ),
         )
+        self._page_tokens = page_tokens
         with torch.no_grad():
             self._manager.warmup()
         self._manager.start()
@@ -54,7 +59,7 @@ class Theirs:
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "cuda_graphs": list(chosen.use_cuda_graph),
             "asynchronous": chosen.use_async_batching,
-            "page_tokens": chosen.page_size,
+            "page_tokens": self._page_tokens,
             "max_batch_tokens": chosen.max_batch_tokens,
         }
 

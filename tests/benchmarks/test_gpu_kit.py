@@ -54,7 +54,7 @@ def test_every_part_runs_on_a_cpu_in_small(tmp_path: Path, capsys: pytest.Captur
     assert figures["decode"]["batch_1"]["ratio"] > 0 and figures["decode"]["batch_4"]["ratio"] > 0
     assert figures["decode"]["transformers"]["dtype"] == figures["decode"]["ours"]["dtype"] == "float32"
     assert figures["prefill"]["ratio"] > 0 and figures["sampling"]["ratio"] > 0
-    assert figures["hand_over"]["blocks_imported"] == 2 * 4 * 4  # two sets of 4 prompts of 64 tokens, in blocks of 16
+    assert figures["hand_over"]["blocks_imported"] == 3 * 4 * 4  # three sets of 4 prompts of 64 tokens, in blocks of 16
     assert figures["hand_over"]["equal_tokens_share_asked_again"] == 1
     for role in ("prefill", "decode"):
         held = figures["host_memory"][role]

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway.seat_grants import SeatGrants
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
@@ -152,9 +153,14 @@ class GatewayStream:
         first_token_seconds: float = 0.0,
         has_room: Callable[[int], bool] = lambda num_own: True,
         other_use: OtherUse[GatewayStream] | None = None,
+        grants: SeatGrants | None = None,
     ) -> None:
-        """`has_room`: whether one more request may run, beside so many of this gateway. `other_use`: see there."""
+        """`has_room`: whether one more request may run, beside so many of this gateway. `other_use`: see there.
+
+        `grants`: None: gateways estimate the room.
+        """
         self._other_use = other_use or OtherUse()
+        self._grants = grants
         self._words = words
         self._first_token_seconds = first_token_seconds
         self._has_room = has_room
@@ -169,8 +175,10 @@ class GatewayStream:
 
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
-            if command.WhichOneof("kind") == "hello" and command.hello.takes_used_elsewhere:
-                self._other_use.tell(self)
+            if command.WhichOneof("kind") == "hello":
+                self._greet(command.hello)
+            elif command.WhichOneof("kind") == "demand" and self._grants is not None:
+                self._grants.demanded(self, command.demand)
             elif command.WhichOneof("kind") == "submit":
                 self.submit(command.submit)
             elif command.WhichOneof("kind") == "choices":
@@ -178,8 +186,18 @@ class GatewayStream:
                 for choice in command.choices.choices:  # a copy of the prompt for each would stop the other streams
                     self.submit(choice, num_shared_tokens)
             elif command.WhichOneof("kind") == "cancel":
-                for turn in self._running:
-                    turn.pop((command.cancel.request_id, command.cancel.attempt), None)
+                self._cancel(command.cancel)
+
+    def _greet(self, hello: pb.AttachHello) -> None:
+        if self._grants is not None and hello.uses_grants:
+            self._grants.attach(self)
+        elif hello.takes_used_elsewhere:  # the parts in grants say the same
+            self._other_use.tell(self)
+
+    def _cancel(self, cancel: pb.Cancel) -> None:
+        for turn in self._running:
+            if turn.pop((cancel.request_id, cancel.attempt), None) is not None and self._grants is not None:
+                self._grants.ended()
 
     async def events(self) -> AsyncIterator[pb.Event]:
         """Yield replies and steps, for ever; a step is made once the one before it was taken."""
@@ -200,8 +218,11 @@ class GatewayStream:
 
     def submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         """Take in a request; `num_shared_tokens` of its prompt came apart from it."""
+        if self._grants is not None:
+            self._grants.received(self, submit)
         if not self._has_room(self.load()):
-            self.refuse(submit, Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0))
+            grant = None if self._grants is None else self._grants.refused(self)
+            self.refuse(submit, Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0), grant)
             return
         self.accept(submit)
         if not self._first_token_seconds:
@@ -214,9 +235,10 @@ class GatewayStream:
     def accept(self, submit: pb.Submit) -> None:
         self._reply(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt))
 
-    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
-        detail = error.to_proto()
-        self._reply(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+    def refuse(self, submit: pb.Submit, error: TandemError, grant: pb.Grant | None = None) -> None:
+        """`grant`: the gateway's new one."""
+        refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto(), grant=grant)
+        self._reply(refused=refused)
 
     def answer(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         """Give an accepted request a token in each step from now on."""
@@ -241,8 +263,13 @@ class GatewayStream:
             self._other_use.used(self, answer.fairness_key, answer.num_computed, 1)
         for stream, event in self._other_use.due():
             stream.send(event)
-        for request in [request for request, answer in turn.items() if answer.is_over]:
+        ended = [request for request, answer in turn.items() if answer.is_over]
+        for request in ended:
             del turn[request]
+        if self._grants is not None and outputs:
+            self._grants.answered(self, len(outputs))
+            if ended:
+                self._grants.ended()
         return outputs
 
     async def _wait(self) -> None:
@@ -287,6 +314,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._folder = folder
         self._words = Words(folder)
         self._gateways: set[GatewayStream] = set()
+        self._grants = SeatGrants(self._num_places, lambda: self._num_running) if num_seats else None
         self._other_use: OtherUse[GatewayStream] = OtherUse()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
@@ -303,25 +331,34 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
-            yield pb.Event(hello=pb.AttachHello(worker_incarnation=self.info.incarnation, takes_choices=True))
+            hello = pb.AttachHello(worker_incarnation=self.info.incarnation, takes_choices=True)
+            hello.uses_grants = self._grants is not None
+            yield pb.Event(hello=hello)
             async for event in gateway.events():
                 yield event
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
             self._other_use.forget(gateway)
+            if self._grants is not None:
+                self._grants.detach(gateway)
             self._num_generated += gateway.num_generated
 
     def new_stream(self) -> GatewayStream:
         """Return what answers on one Attach stream."""
         return GatewayStream(
-            self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._other_use
+            self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._other_use, self._grants
         )
 
     def _has_room(self, num_own: int) -> bool:
         if self._max_running and num_own >= self._max_running:
             return False
-        return not self._num_seats or self._num_running < self._num_seats + self._num_seats // 8
+        return not self._num_seats or self._num_running < self._num_places
+
+    @property
+    def _num_places(self) -> int:
+        """Return how many requests may run, or wait, as in an engine."""
+        return self._num_seats + self._num_seats // 8
 
     @property
     def _num_running(self) -> int:

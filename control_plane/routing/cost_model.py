@@ -26,9 +26,9 @@ EXPECTED_ANSWER_TOKENS = 256
 """Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 _ASSUMED_TOKENS_PER_SECOND = 1000.0
 _MEMORY_BYTES_PER_SECOND = 5e9
+"""From the host's store into a pool: one copy, beside other work."""
 _LATE_LOADS = 4.0
 """A worker waits so many times as long for another host's blocks as is predicted."""
-"""From the host's store into a pool: one copy, beside other work."""
 _OLD_WEIGHT = 0.8
 """Weight of earlier measurements in a moving average."""
 _OLD_WEIGHT_OF_PEERS = 0.98

@@ -47,6 +47,8 @@ End = Literal["complete", "broken", "refused", "unanswered"]
 What = Literal["drain", "kill"]
 KINDS: tuple[Kind, ...] = ("completions", "native", "whole")
 MIN_TOKENS = 16
+_MIDDLE_TOKENS = 64
+"""A stream that lacks so many tokens is in the middle: fewer may be in the socket's buffer, and outlive a gateway."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Options:
     think_seconds: float = 0.0
     """The pause of a client between two answers."""
     has_prefill: bool = False
-    max_tokens: int = 96
+    max_tokens: int = 256
+    """Of the longest answer; a turn waits for one that is longer than 64."""
     gone_seconds: float = 3.0
     seed: int = 0
     database_url: str = ""
@@ -76,11 +79,19 @@ class Call:
     life: int
     """How often the gateway had been started before."""
     request_id: str = ""
+    num_asked: int = 0
+    """Tokens that the answer will have."""
     num_tokens: int = 0
     """Received; of a native stream that broke, unknown."""
     end: End | None = None
     ended_at: float = 0.0
     problem: str = ""
+
+    @property
+    def is_in_the_middle(self) -> bool:
+        """Whether the answer has begun and most likely breaks if its gateway is killed now."""
+        # One event of a native stream may have several tokens, so what it lacks is not known.
+        return self.kind == "completions" and 0 < self.num_tokens <= self.num_asked - _MIDDLE_TOKENS
 
 
 @dataclass
@@ -200,7 +211,7 @@ class Run:
 
     async def _turn(self, index: int, what: What) -> None:
         """Drain or kill a gateway with running streams, and see what becomes of them."""
-        await self._until(lambda: any(call.kind != "whole" and call.num_tokens for call in self._at(index)))
+        await self._until(lambda: any(call.is_in_the_middle for call in self._at(index)))
         process, life = self._machine.running.pop(f"gateway-{index}"), self._lives[index]
         victims = self._at(index)
         turn = Turn(what, index, len(victims))
@@ -274,8 +285,8 @@ class Run:
         return call
 
     async def _read(self, http: httpx.AsyncClient, call: Call) -> None:
-        num_tokens = self._random.randint(MIN_TOKENS, self._options.max_tokens)
-        body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True}
+        call.num_asked = self._random.randint(MIN_TOKENS, self._options.max_tokens)
+        body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": call.num_asked, "ignore_eos": True}
         body["seed"], body["temperature"] = self._random.randrange(1 << 31), 1.0
         path = f"/client/v4/accounts/default/ai/run/{MODEL}" if call.kind == "native" else "/v1/completions"
         if call.kind != "native":

@@ -21,7 +21,7 @@ from benchmarks.lib.served import clean_environment
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
 from tandem_engine.demo import MODEL_ID
-from tests.ports import free_ports
+from tests.ports import free_port, free_ports
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
@@ -133,7 +133,9 @@ class Processes:
         self._folder = folder
         self._server_cores, self._other_cores = server_cores, set(other_cores)
         self._children: list[Child] = []
-        self._http_port, self._bare_port, *self._grpc_ports = free_ports(4)
+        self._http_port, self._bare_port = free_ports(2)
+        self._grpc_ports: list[int] = []
+        """One for each gateway that was started."""
         self.gateways: list[Child] = []
 
     def __enter__(self) -> Processes:
@@ -151,7 +153,7 @@ class Processes:
     @property
     def control_addresses(self) -> list[str]:
         """Where workers register, at all gateways that were started."""
-        return [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
+        return [f"127.0.0.1:{port}" for port in self._grpc_ports]
 
     @property
     def state_dir(self) -> Path:
@@ -164,9 +166,10 @@ class Processes:
         `checkout`: the folder whose code it runs; None: ours.
         """
         index = len(self.gateways)
+        self._grpc_ports.append(free_port())
         variables = {
             "TANDEM_CONTROL_LISTEN": f"127.0.0.1:{self._http_port}",
-            "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[index]}",
+            "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[-1]}",
             "TANDEM_INSECURE_PLAINTEXT": "true",  # the stand-ins have no certificates
         }
         if checkout is not None:

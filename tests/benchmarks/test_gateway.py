@@ -76,6 +76,14 @@ def test_the_line_of_least_squares() -> None:
     assert line([(5.0, 7.0)]) == (0.0, 7.0)
 
 
+def test_each_gateway_has_a_port_for_workers_however_many_there_are(tmp_path: Path) -> None:
+    with Processes(tmp_path / "processes") as processes:
+        assert processes.control_addresses == []
+        for _ in range(4):
+            processes.gateway()
+        assert len(set(processes.control_addresses)) == 4
+
+
 _ANSWER = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     b'10\r\ndata: {"a":"x"}\n\n\r\n20\r\ndata: {"a":"y"}\n\ndata: {"a":"z"}\n\n\r\n0\r\n\r\n'

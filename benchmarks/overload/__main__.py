@@ -38,7 +38,7 @@ from benchmarks.lib.command import Measure, Outcome, Progress, parser, run
 from benchmarks.overload.arrivals import ACCOUNTS, arrivals
 from benchmarks.overload.asking import ask
 from benchmarks.overload.entering import enter
-from benchmarks.overload.gateways import compare_gateways, simulate_gateways
+from benchmarks.overload.gateways import compare_gateways, gateway_conditions, simulate_gateways
 from benchmarks.overload.gateways import enter as enter_gateways
 from benchmarks.overload.judging import Load, together
 from benchmarks.overload.prompts import compare_prompts, prompt_conditions
@@ -80,17 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, account in ACCOUNTS.items()
         ),
         "models": f"{len(MODELS)}, a {'stand-in' if is_stand_in else 'real decode'} worker each, on one core",
-        "gateways": f"{options.gateways or _NUM_GATEWAYS}, with the client on one core; SQLite ledgers",
+        "gateways": f"{_NUM_GATEWAYS}, with the client on one core; SQLite ledgers",
         "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
         "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count, {passes}nobody comes again",
     }
-    if options.prompts:
-        conditions = {"accounts": conditions["accounts"], **prompt_conditions(is_quick=options.quick)}
     if options.simulated:
         measure = functools.partial(_simulate, options.quick)
     elif options.prompts:
+        conditions = {"accounts": conditions["accounts"], **prompt_conditions(is_quick=options.quick)}
         measure = functools.partial(compare_prompts, options.prompts.resolve(), options.quick)
     elif options.gateways:
+        conditions |= gateway_conditions(options.gateways, is_quick=options.quick)
         measure = functools.partial(compare_gateways, options.gateways, options.quick)
     else:
         measure = functools.partial(_measure, size, is_stand_in, options.gateways_of)

@@ -46,6 +46,18 @@ class Compared:
     after: Load | None
 
 
+def gateway_conditions(numbers: Sequence[int], *, is_quick: bool) -> dict[str, str]:
+    """Return what is measured, in words."""
+    size = QUICK if is_quick else FULL
+    return {
+        "models": f"{len(MODELS)}, a stand-in worker each, on one core: a process that takes time as told, no model",
+        "gateways": f"{', '.join(map(str, numbers))}, with the client on one core; SQLite ledgers",
+        "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
+        "loads": f"{_TIMES:g} times the capacity for {size.seconds:g} s, of which {size.warm_seconds:g} do not count; "
+        f"{size.after_seconds:g} s more after one of several gateways was killed; nobody comes again",
+    }
+
+
 async def compare_gateways(
     numbers: Sequence[int], is_quick: bool, outcome: Outcome, folder: Path, progress: Progress
 ) -> None:

@@ -59,17 +59,31 @@ def arrivals(
         (name,) = rng.choices(names, weights)
         allowed = ACCOUNTS[name].gateways
         gateways.append(rng.choice(range(num_gateways) if allowed is None else allowed))
-        prompt, answer = rng.randint(*sizes.prompt), rng.randint(*sizes.answer)
-        requests.append(
-            TraceRequest(
-                len(requests),
-                now,
-                prompt,
-                answer,
-                block_tokens=BLOCK_TOKENS,
-                max_tokens=answer,
-                model=rng.choice(models),
-                account=name,
-            )
-        )
+        requests.append(_drawn(rng, len(requests), now, sizes, models, name))
     return Arrivals(requests, gateways)
+
+
+def at_once(num_each: int, sizes: Sizes, models: Sequence[str], num_gateways: int, first: int) -> Arrivals:
+    """Return so many requests of each model, all at the beginning, at the gateways by turns.
+
+    `first`: the number of the first one, and the seed.
+    """
+    rng, names = random.Random(first), [model for _ in range(num_each) for model in models]
+    requests = [_drawn(rng, first + place, 0.0, sizes, (name,), "calibration") for place, name in enumerate(names)]
+    return Arrivals(requests, [place // len(models) % num_gateways for place in range(len(names))])
+
+
+def _drawn(
+    rng: random.Random, number: int, at: float, sizes: Sizes, models: Sequence[str], account: str
+) -> TraceRequest:
+    prompt, answer = rng.randint(*sizes.prompt), rng.randint(*sizes.answer)
+    return TraceRequest(
+        number,
+        at,
+        prompt,
+        answer,
+        block_tokens=BLOCK_TOKENS,
+        max_tokens=answer,
+        model=rng.choice(models),
+        account=account,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.overload.arrivals import Arrivals
 from benchmarks.overload.asking import Asked
@@ -22,6 +23,13 @@ def all_accepted(profile: FleetProfile, arrivals: Arrivals, num_gateways: int, b
     policies = [TandemPolicy(profile, seed) for seed in range(num_gateways)]
     answers = _simulation(profile, policies, arrivals, None).run()
     return frozenset(answer.request.number for answer in answers if budgets.are_met(answer))
+
+
+def seconds_for(profile: FleetProfile, requests: Sequence[TraceRequest]) -> float:
+    """Return when the last of these requests has ended, if one gateway accepts all of them."""
+    trace = [replace(request, number=place) for place, request in enumerate(requests)]
+    answers = Simulation(profile, [TandemPolicy(profile, 0)], trace).run()
+    return max(answer.ended_at for answer in answers)
 
 
 def admitted(

@@ -6,8 +6,9 @@ Workers have the last core, everything else the first: gateways, and the client,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ import httpx
 from benchmarks.gateway.processes import ALL_CORES, Child, Processes
 from benchmarks.lib.command import Progress
 from benchmarks.lib.random_model import made, words
-from benchmarks.overload.arrivals import BLOCK_TOKENS, Arrivals, Sizes
-from benchmarks.overload.asking import Address, Asked, ask
+from benchmarks.overload.arrivals import BLOCK_TOKENS, Arrivals, Sizes, at_once
+from benchmarks.overload.asking import Address, Asked, Body, ask
+from benchmarks.overload.simulated import seconds_for
+from control_plane.simulator.load import device_seconds
 from control_plane.simulator.profiles import FleetProfile, WorkerProfile
 from control_plane.simulator.traces import TraceRequest
 from tests.ports import free_ports
@@ -33,8 +36,12 @@ ENGINE_SIZES = Sizes((16, 256), (120, 280))
 _MAX_MODEL_LEN = 1024
 _READY_SECONDS = 180.0
 _POLL_SECONDS = 0.2
+_FIRST_NUMBER = 10_000_000
+"""Of the requests that measure speed; the numbers of each wave begin at another hundred, since they make prompts."""
 _NUM_SINGLES = 3
 _SINGLE_TOKENS = 96
+_NUM_WAVES, _WAVE_REQUESTS = 3, 12
+"""A wave has so many requests of each model."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class System:
     profile: FleetProfile
     capacity: float
     """Requests of these sizes per second, of both models together."""
-    body: Callable[[TraceRequest], dict[str, object]]
+    body: Body
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ async def started(setup: Setup, folder: Path, progress: Progress) -> AsyncIterat
             yield System(addresses, processes.gateways, STAND_IN_SIZES, profile, capacity, _hello)
         else:
             body = _body_of_words()
-            profile, capacity = await _measured(addresses, body)
+            profile, capacity = scaled(await _measured(addresses, body), await _waves(addresses, body))
             progress(f"capacity: {capacity:.2f} requests a second; {profile.decode}")
             yield System(addresses, processes.gateways, ENGINE_SIZES, profile, capacity, body)
 
@@ -132,7 +139,7 @@ def _hello(request: TraceRequest) -> dict[str, object]:
     return body_of("hello" * request.num_prompt_tokens, request)
 
 
-def _body_of_words() -> Callable[[TraceRequest], dict[str, object]]:
+def _body_of_words() -> Body:
     """Return what makes bodies whose prompts are as long as requests say, and share no beginning."""
     vocabulary = words(1000)
 
@@ -166,16 +173,13 @@ def _profile(worker: WorkerProfile, gateway_seconds: float = 0.002) -> FleetProf
     )
 
 
-async def _measured(
-    addresses: Sequence[Address], body: Callable[[TraceRequest], dict[str, object]]
-) -> tuple[FleetProfile, float]:
-    """Return what single requests and full batches show, and the requests per second of both models together."""
-    numbers = iter(range(10_000_000, 20_000_000))
+async def _measured(addresses: Sequence[Address], body: Body) -> FleetProfile:
+    """Return what single requests and a full batch of one model show."""
+    numbers = itertools.count(_FIRST_NUMBER)
 
-    async def together(number: int, prompt: int, tokens: int, models: Sequence[str]) -> list[Asked]:
+    async def together(number: int, prompt: int, tokens: int) -> list[Asked]:
         requests = [
-            TraceRequest(next(numbers), 0.0, prompt, tokens, (), BLOCK_TOKENS, model=model, account="calibration")
-            for model in models
+            TraceRequest(next(numbers), 0.0, prompt, tokens, (), BLOCK_TOKENS, model=MODELS[0], account="calibration")
             for _ in range(number)
         ]
         return await ask(addresses[:1], Arrivals(requests, [0] * len(requests)), body)
@@ -184,14 +188,12 @@ async def _measured(
     singles: dict[int, list[Asked]] = {short: [], long: []}
     for turn in range(_NUM_SINGLES + 1):
         for prompt, answers in singles.items():
-            found = await together(1, prompt, _SINGLE_TOKENS, MODELS[:1])
+            found = await together(1, prompt, _SINGLE_TOKENS)
             answers += found if turn else []  # the first one warms up
     ttft = {prompt: median(each.ttft_seconds or 0.0 for each in answers) for prompt, answers in singles.items()}
     single_ms = 1000 * median(each.tpot_seconds or 0.0 for each in singles[short])
-    batch = await together(_ENGINE_SEATS, short, 2 * _SINGLE_TOKENS, MODELS[:1])
+    batch = await together(_ENGINE_SEATS, short, 2 * _SINGLE_TOKENS)
     batch_ms = 1000 * median(each.tpot_seconds or 0.0 for each in batch)
-    both = await together(_ENGINE_SEATS, short, 2 * _SINGLE_TOKENS, MODELS)
-    both_ms = 1000 * median(each.tpot_seconds or 0.0 for each in both)
     answer_ms = max(0.0, (batch_ms - single_ms) / (_ENGINE_SEATS - 1))
     prompt_ms = max(0.001, 1000 * (ttft[long] - ttft[short]) / (long - short))
     worker = WorkerProfile(
@@ -204,7 +206,45 @@ async def _measured(
         bytes_per_token=1024,
         max_num_seqs=_ENGINE_SEATS,
     )
-    token_ms = both_ms / (len(MODELS) * _ENGINE_SEATS)
-    request_ms = ENGINE_SIZES.mean_answer * token_ms + ENGINE_SIZES.mean_prompt * prompt_ms
     gateway_seconds = max(0.0, ttft[short] - (short * prompt_ms + worker.step_ms) / 1000)
-    return _profile(worker, gateway_seconds), 1000 / request_ms
+    return _profile(worker, gateway_seconds)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests that were asked for at once."""
+
+    requests: Sequence[TraceRequest]
+    """Those that were answered."""
+    seconds: float
+    """Until the last of them had ended."""
+
+
+async def _waves(addresses: Sequence[Address], body: Body) -> list[Wave]:
+    """Ask for a load's requests of all models, more than have seats, wave after wave."""
+    waves = []
+    for number in range(1, _NUM_WAVES + 1):
+        coming = at_once(_WAVE_REQUESTS, ENGINE_SIZES, MODELS, len(addresses), _FIRST_NUMBER + 100 * number)
+        ended = [each for each in await ask(addresses, coming, body) if each.ended_at is not None]
+        waves.append(Wave([each.request for each in ended], max(each.ended_at or 0.0 for each in ended)))
+    return waves
+
+
+def scaled(profile: FleetProfile, waves: Sequence[Wave]) -> tuple[FleetProfile, float]:
+    """Scale all times of a profile until the simulator needs as long for the waves (median).
+
+    Return that profile, and the capacity: requests of a load's sizes per second on the workers' core.
+    """
+    factor = median(wave.seconds / seconds_for(profile, wave.requests) for wave in waves)
+    worker = profile.decode
+    worker = replace(
+        worker,
+        step_ms=factor * worker.step_ms,
+        answer_ms=factor * worker.answer_ms,
+        context_ms=factor * worker.context_ms,
+        prompt_ms=factor * worker.prompt_ms,
+        prompt_context_ms=factor * worker.prompt_context_ms,
+    )
+    found = replace(profile, prefill=worker, decode=worker, gateway_seconds=factor * profile.gateway_seconds)
+    mean = TraceRequest(0, 0.0, round(ENGINE_SIZES.mean_prompt), round(ENGINE_SIZES.mean_answer))
+    return found, 1 / device_seconds(mean, 0, found)

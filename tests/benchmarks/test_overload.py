@@ -12,13 +12,13 @@ import pytest
 from benchmarks.lib.command import Outcome
 from benchmarks.overload import gateways, prompts
 from benchmarks.overload.__main__ import Size, measured_load
-from benchmarks.overload.arrivals import ACCOUNTS, Sizes, arrivals
+from benchmarks.overload.arrivals import ACCOUNTS, Sizes, arrivals, at_once
 from benchmarks.overload.asking import Asked
 from benchmarks.overload.entering import enter
 from benchmarks.overload.judging import Load, acceptance_by_length, together
 from benchmarks.overload.pace.sitecustomize import at_pace
-from benchmarks.overload.simulated import admitted, all_accepted
-from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, started
+from benchmarks.overload.simulated import admitted, all_accepted, seconds_for
+from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, Wave, scaled, started
 from control_plane.admission.budgets import Budget
 from control_plane.simulator.outcome import Budgets
 from control_plane.simulator.profiles import FleetProfile, WorkerProfile
@@ -139,6 +139,36 @@ def test_the_simulator_admits_the_same_arrivals_or_accepts_all() -> None:
     found = admitted(PROFILE, coming, 2, BUDGETS, Budget(3.0, 0.25), warm_up=0.2)
     assert found["accepted_met_share"] > 0.9
     assert found["goodput_per_second"] > 0.85 * CAPACITY
+
+
+def test_the_profile_is_scaled_until_the_simulator_needs_as_long_as_the_workers() -> None:
+    eighteen = [request("calibration", 0.0, number=number) for number in range(100, 118)]
+    nine = eighteen[::2]
+    # Nine seats, and answers of 20 tokens: a step each, and one more, since the first prompt is computed alone.
+    assert seconds_for(PROFILE, nine) == pytest.approx(21 * 0.090, rel=0.01)
+    assert seconds_for(PROFILE, eighteen) == pytest.approx(41 * 0.090, rel=0.01)
+    as_said, hung = Wave(eighteen, seconds_for(PROFILE, eighteen)), Wave(nine, 60.0)
+    twice = Wave(eighteen, 2 * as_said.seconds)
+    same, capacity = scaled(PROFILE, [as_said, hung, as_said])
+    slower, half = scaled(PROFILE, [twice, twice, hung])
+    assert same == PROFILE
+    assert (slower.decode.step_ms, slower.decode.prompt_ms) == pytest.approx((180.0, 0.002))
+    assert slower.prefill == slower.decode and slower.gateway_seconds == 2 * PROFILE.gateway_seconds
+    assert seconds_for(slower, eighteen) == pytest.approx(twice.seconds, rel=0.01)
+    assert capacity == pytest.approx(9 / (200 * 0.090), rel=0.01), "a core's requests per second, with 200 tokens each"
+    assert half == pytest.approx(capacity / 2)
+
+
+def test_what_is_asked_at_once_has_the_sizes_of_a_load_and_is_dealt_to_models_and_gateways() -> None:
+    sizes = Sizes((5, 9), (20, 40))
+    coming = at_once(4, sizes, MODELS, 2, 100)
+    pairs = list(zip(coming.requests, coming.gateways, strict=True))
+    assert [(each.number, each.model, gateway) for each, gateway in pairs[:4]] == [
+        *((100, "one", 0), (101, "two", 0)),
+        *((102, "one", 1), (103, "two", 1)),
+    ]
+    assert {each.arrival for each in coming.requests} == {0.0} and len(coming.requests) == 8
+    assert all(5 <= each.num_prompt_tokens <= 9 and 20 <= each.num_output_tokens <= 40 for each in coming.requests)
 
 
 def test_numbers_of_gateways_are_compared_with_the_first() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -144,8 +145,8 @@ def _body_of_words() -> Body:
     vocabulary = words(1000)
 
     def body(request: TraceRequest) -> dict[str, object]:
-        first = request.number * 7919 + int(1000 * request.arrival)
-        chosen = (vocabulary[(first + place * place) % len(vocabulary)] for place in range(request.num_prompt_tokens))
+        rng = random.Random(f"{request.number}/{request.arrival}")
+        chosen = rng.choices(vocabulary, k=request.num_prompt_tokens)
         return body_of("".join(f" {word}" for word in chosen), request)
 
     return body

@@ -50,15 +50,15 @@ class Arrivals:
 def arrivals(
     per_second: float, seconds: float, sizes: Sizes, models: Sequence[str], num_gateways: int, seed: str
 ) -> Arrivals:
-    """Return Poisson arrivals of so many requests a second."""
-    rng, now = random.Random(seed), 0.0
+    """Return Poisson arrivals of so many requests a second; their gateways alone depend on how many there are."""
+    rng, placing, now = random.Random(seed), random.Random(f"{seed}/gateways"), 0.0
     requests: list[TraceRequest] = []
     gateways: list[int] = []
     names, weights = list(ACCOUNTS), [account.share for account in ACCOUNTS.values()]
     while (now := now + rng.expovariate(per_second)) < seconds:
         (name,) = rng.choices(names, weights)
         allowed = ACCOUNTS[name].gateways
-        gateways.append(rng.choice(range(num_gateways) if allowed is None else allowed))
+        gateways.append(placing.choice(range(num_gateways) if allowed is None else allowed))
         requests.append(_drawn(rng, len(requests), now, sizes, models, name))
     return Arrivals(requests, gateways)
 

@@ -39,7 +39,10 @@ FULL, QUICK = Size(50.0, 15.0, 30.0, 10.0), Size(6.0, 2.0, 4.0, 3.0)
 
 @dataclass(frozen=True)
 class Compared:
-    """What a number of gateways did, and what was done after one of them had died."""
+    """What a number of gateways did, and what was done after one of them had died.
+
+    A single one lives on: it shows what the same requests get without a death.
+    """
 
     num_gateways: int
     before: Load
@@ -54,7 +57,8 @@ def gateway_conditions(numbers: Sequence[int], *, is_quick: bool) -> dict[str, s
         "gateways": f"{', '.join(map(str, numbers))}, with the client on one core; SQLite ledgers",
         "budgets": f"{size.wait_seconds:g} s until the first token, {size.token_seconds:g} s for each token after it",
         "loads": f"{_TIMES:g} times the capacity for {size.seconds:g} s, of which {size.warm_seconds:g} do not count; "
-        f"{size.after_seconds:g} s more after one of several gateways was killed; nobody comes again",
+        f"{size.after_seconds:g} s more after one of several gateways was killed; nobody comes again; each number of "
+        "gateways gets the same requests",
     }
 
 
@@ -79,12 +83,13 @@ def simulate_gateways(numbers: Sequence[int], seconds: float, wait_seconds: floa
         coming = arrivals(_TIMES * capacity, seconds, STAND_IN_SIZES, MODELS, number, "gateways")
         asked = asked_of(profile, coming, number, Budget(wait_seconds, FULL.token_seconds))
         budgets = Budgets(wait_seconds, FULL.token_seconds)
-        found.append(Compared(number, Load(_TIMES, seconds, FULL.warm_seconds, asked, budgets, profile), None))
+        load = Load(_TIMES, seconds, FULL.warm_seconds, asked, budgets, profile)
+        found.append(Compared(number, load, None))
     return found
 
 
 async def _compared(system: System, number: int, size: Size) -> Compared:
-    seconds = size.seconds + (size.after_seconds if number > 1 else 0.0)
+    seconds = size.seconds + size.after_seconds
     coming = arrivals(_TIMES * system.capacity, seconds, system.sizes, MODELS, number, "gateways")
     if number > 1:
         asyncio.get_running_loop().call_later(size.seconds, system.gateways[-1].signal, signal.SIGKILL)
@@ -92,18 +97,20 @@ async def _compared(system: System, number: int, size: Size) -> Compared:
     budgets = Budgets(size.wait_seconds, size.token_seconds)
     before = Load(_TIMES, size.seconds, size.warm_seconds, [], budgets, system.profile)
     before = replace(before, asked=[each for each in asked if each.request.arrival < size.seconds])
-    if number == 1:
-        return Compared(number, before, None)
     settled = size.seconds + _SETTLE_SECONDS
     return Compared(number, before, replace(before, seconds=seconds, warm_seconds=settled, asked=asked))
 
 
 def enter(outcome: Outcome, found: Sequence[Compared]) -> None:
     """Enter goodput, and the parts of accounts, of each number of gateways."""
-    first = found[0].before
     rows: Rows = []
     for compared in found:
-        for what, load in (("", compared.before), (", one killed", compared.after)):
+        is_first = compared is found[0]
+        later = "later" if is_first else "one killed"
+        for what, load, first in (
+            ("", compared.before, found[0].before),
+            (f", {later}", compared.after, found[0].after or found[0].before),
+        ):
             if load is None:
                 continue
             name = f"{compared.num_gateways}{what}"
@@ -120,7 +127,7 @@ def enter(outcome: Outcome, found: Sequence[Compared]) -> None:
                     f"{load.refusal_ms_p99:.1f} ms",
                 )
             )
-            key = f"gateways_{compared.num_gateways}{'.one_killed' if what else ''}"
+            key = f"gateways_{compared.num_gateways}{'.' + later.replace(' ', '_') if what else ''}"
             outcome.figures |= {
                 f"{key}.goodput": load.goodput,
                 f"{key}.goodput_of_first": goodput,
@@ -128,7 +135,7 @@ def enter(outcome: Outcome, found: Sequence[Compared]) -> None:
                 f"{key}.met_share": load.met_share,
                 **{f"{key}.share.{account}": part for account, part in had.items()},
             }
-            if compared is not found[0]:
+            if not is_first:
                 outcome.targets += [
                     Target(
                         f"{name} gateways: goodput is {goodput:.3f} of the first's, within {MAX_OFF:.0%}",

@@ -34,7 +34,7 @@ class Size:
     token_seconds: float = 0.25
 
 
-FULL, QUICK = Size(50.0, 15.0, 30.0, 10.0), Size(6.0, 2.0, 4.0, 3.0)
+FULL, QUICK = Size(80.0, 15.0, 45.0, 10.0), Size(6.0, 2.0, 4.0, 3.0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class VirtualCounters:
         self._max_kept = max_kept
         self._used_ms: OrderedDict[str, float] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()
-        self._parts: Mapping[str, float] = {}
+        self._parts: dict[str, float] = {}
+        """Of accounts that wait, or have waited, at other gateways too."""
         self._floor_ms = 0.0
         """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
 
@@ -68,9 +69,21 @@ class VirtualCounters:
     def wait_elsewhere(self, parts: Mapping[str, float]) -> None:
         """Some accounts wait at other gateways too, and are served there: `parts` of what they wait for is here.
 
-        An account with a third of its requests here is charged thrice, as if this gateway served all of them.
+        An account with a third of its requests here is charged thrice, as if this gateway served all of them. Parts
+        vary: by how much device time an account is before the others stays as it is. Else an account would pay for a
+        request by the part of one moment, and get less the more its part varies. Others keep their parts.
         """
-        self._parts = parts
+        least_ms = self.least_ms
+        for account, part in parts.items():
+            before, self._parts[account] = self.part_of(account), part
+            ahead_ms = self.of(account) - least_ms
+            if ahead_ms > 0 and account in self._used_ms:
+                self._used_ms[account] = least_ms + ahead_ms * before / self.part_of(account)
+
+    def wait_nowhere(self) -> None:
+        """Nothing waits here: parts are told anew when something does."""
+        self.wait_elsewhere(dict.fromkeys(self._parts, 1.0))
+        self._parts.clear()
 
     def charge(self, account: str, device_ms: float) -> None:
         """Add what an account has used; a negative amount takes a charge back."""
@@ -96,4 +109,5 @@ class VirtualCounters:
             for idle in self._used_ms:
                 if idle not in self._num_waiting:
                     del self._used_ms[idle]
+                    self._parts.pop(idle, None)
                     return

@@ -70,8 +70,9 @@ class DemandReports:
         """Let accounts that wait at other gateways too have less here: what a grant says of them."""
         model = self._models.get(model_id)
         if model is not None:
-            accounts = [name for name, _ in model.sent_to(self._roles[-1]).accounts if _digest(name) in parts]
-            self._queue.room(model_id).counters.wait_elsewhere({name: parts[_digest(name)] for name in accounts})
+            accounts = [name for name, _ in model.sent_to(self._roles[-1]).accounts]
+            here = {name: parts.get(_digest(name), 1.0) for name in accounts}
+            self._queue.room(model_id).counters.wait_elsewhere(here)
 
     def close(self) -> None:
         for model in self._models.values():
@@ -91,7 +92,7 @@ class DemandReports:
         model.timer = None
         if not model.is_changed:
             if not any(demand.num_requests for demand in model.sent.values()):
-                self.take_parts(model_id, {})
+                self._queue.room(model_id).counters.wait_nowhere()
                 del self._models[model_id]
             return
         model.is_changed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -93,8 +94,8 @@ class Fleet:
     def _granted(self, gateway: Gateway, grant: Grant) -> None:
         if gateway.name not in self.divider:
             return
-        names = {digest(account): account for account, _ in gateway.admission.demand(self.now).accounts}
-        parts = {names[account]: part for account, part in grant.parts.items() if account in names}
+        accounts = [account for account, _ in gateway.admission.demand(self.now).accounts]
+        parts = {account: grant.parts.get(digest(account), 1.0) for account in accounts}
         gateway.admission.counters.wait_elsewhere(parts)
         gateway.admission.granted("w", grant.part, self.now)
         if gateway.attachment.granted(Granted(grant.number, grant.num_tokens, grant.num_requests, 2.0), self.now):
@@ -164,6 +165,15 @@ class Fleet:
         del self.running[gateway.name]
         self.divide()
 
+    def load_at_random(self, seconds: float, rates: dict[tuple[int, str], float], seed: int) -> None:
+        """Let as many requests come at random."""
+        rng = random.Random(seed)
+        for (name, account), rate in rates.items():
+            at, gateway = rng.expovariate(rate), self.gateways[name % len(self.gateways)]
+            while at < seconds:
+                self.at(at, lambda g=gateway, a=account: self.arrive(g, a))
+                at += rng.expovariate(rate)
+
     def load(self, seconds: float, rates: dict[tuple[int, str], float]) -> None:
         """Let requests come, evenly: so many a second by gateway and account."""
         for (name, account), rate in rates.items():
@@ -193,6 +203,22 @@ def test_goodput_and_shares_of_several_gateways_are_those_of_one(num_gateways: i
     assert several.used.total() == pytest.approx(one.used.total(), rel=0.05)
     assert shares(several) == pytest.approx(shares(one), abs=0.05)
     assert several.busy_seconds >= 0.98 * PLACES * 60
+
+
+def test_an_account_that_asks_little_at_each_of_four_gateways_gets_what_one_gateway_would_give() -> None:
+    """Its part at each gateway varies with every request. Three times what the worker can do, within ten seconds."""
+
+    def parts_of(num_gateways: int) -> dict[str, float]:
+        used: Counter[str] = Counter()
+        for seed in range(4):
+            fleet = Fleet(num_gateways, Budget(10.0, None))
+            spread = {(name, "other"): 0.9 for name in range(4)} | {(name, "greedy"): 5.0 for name in range(4)}
+            fleet.load_at_random(100.0, {**spread, (0, "small"): 3.0}, seed)
+            fleet.run(100.0)
+            used.update(fleet.used)
+        return {account: num / used.total() for account, num in sorted(used.items())}
+
+    assert parts_of(4) == pytest.approx(parts_of(1), rel=0.05)
 
 
 def test_a_gateway_that_is_killed_leaves_all_to_the_other() -> None:

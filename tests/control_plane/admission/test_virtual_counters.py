@@ -264,6 +264,34 @@ def test_an_account_that_is_served_elsewhere_too_waits_here_for_those_that_are_n
     assert wait_of("b") == pytest.approx(2 * 1.6, rel=0.05), "another gateway has half of the worker"
 
 
+def test_an_account_whose_part_varies_gets_its_mean_part() -> None:
+    counters, served = VirtualCounters(), Counter[str]()
+    for account in ("spread", "here"):
+        counters.arrive(account)
+    for second in range(4000):
+        counters.wait_elsewhere({"spread": 0.1 if second % 8 < 4 else 0.5, "here": 1.0})
+        account = min(("spread", "here"), key=counters.of)
+        counters.charge(account, 1000.0)
+        served[account] += 1
+    assert served["spread"] / served["here"] == pytest.approx(0.3, rel=0.1)
+
+
+def test_parts_that_are_told_anew_leave_an_account_as_far_ahead_in_device_time() -> None:
+    counters = VirtualCounters()
+    for account in ("spread", "here"):
+        counters.arrive(account)
+    counters.wait_elsewhere({"spread": 0.25})
+    counters.charge("spread", 1000.0)
+    counters.wait_elsewhere({"here": 0.5})
+    assert counters.of("spread") == 4000.0, "it keeps its part"
+    counters.wait_elsewhere({"spread": 0.5})
+    assert counters.of("spread") == 2000.0
+    counters.wait_nowhere()
+    assert (counters.of("spread"), counters.part_of("spread")) == (1000.0, 1.0)
+    counters.wait_elsewhere({"unknown": 0.5})
+    assert not counters.knows("unknown")
+
+
 def test_what_others_will_ask_for_until_then_is_waited_for_too() -> None:
     admission = ModelAdmission(BOUNDS)
     admission.stepped("w", 0.0, 0.0, 0.0)

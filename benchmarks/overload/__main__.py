@@ -38,8 +38,7 @@ from benchmarks.lib.command import Measure, Outcome, Progress, parser, run
 from benchmarks.overload.arrivals import ACCOUNTS, arrivals
 from benchmarks.overload.asking import ask
 from benchmarks.overload.entering import enter
-from benchmarks.overload.gateways import compare_gateways, gateway_conditions, simulate_gateways
-from benchmarks.overload.gateways import enter as enter_gateways
+from benchmarks.overload.gateways import compare_gateways, gateway_conditions
 from benchmarks.overload.judging import Load, together
 from benchmarks.overload.prompts import compare_prompts, prompt_conditions
 from benchmarks.overload.simulated import admitted, all_accepted, asked_of
@@ -85,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "loads": f"{seconds:g} s each, of which {size.warm_seconds:g} do not count, {passes}nobody comes again",
     }
     if options.simulated:
+        conditions |= {"models": f"{len(MODELS)}, a simulated worker each", "gateways": "one, simulated"}
         measure = functools.partial(_simulate, options.quick)
     elif options.prompts:
         conditions = {"accounts": conditions["accounts"], **prompt_conditions(is_quick=options.quick)}
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--stand-ins", action="store_true", help="workers that compute nothing, at twice the rate")
     made.add_argument("--gateways", type=int, nargs="+", metavar="N", help="compare these numbers of gateways instead")
     made.add_argument("--prompts", type=Path, metavar="FOLDER", help="compare prefill under load with this checkout")
-    made.add_argument("--simulated", action="store_true", help="only the simulator: both comparisons, no process")
+    made.add_argument("--simulated", action="store_true", help="only the simulator, no process")
     made.add_argument("--gateways-of", type=Path, metavar="FOLDER", help="a checkout whose code the gateways run")
     return made
 
@@ -139,7 +139,7 @@ def _simulated_seconds(*, is_quick: bool) -> float:
 
 
 async def _simulate(is_quick: bool, outcome: Outcome, folder: Path, progress: Progress) -> None:
-    """Let the simulator say what stand-ins would do: one gateway at all loads, and several at one load."""
+    """Let the simulator say what stand-ins would do. Its workers grant nothing, so it has one gateway."""
     seconds, size = _simulated_seconds(is_quick=is_quick), FULL
     profile, capacity = stand_in_profile()
     budgets, rules = Budgets(size.wait_seconds, size.token_seconds), Budget(size.wait_seconds, size.token_seconds)
@@ -151,7 +151,6 @@ async def _simulate(is_quick: bool, outcome: Outcome, folder: Path, progress: Pr
         would = all_accepted(profile, coming, 1, budgets)
         loads.append(Load(times, seconds, size.warm_seconds, asked, budgets, profile, would))
     enter(outcome, loads, None)
-    enter_gateways(outcome, simulate_gateways((1, 2, 4), seconds, size.wait_seconds))
 
 
 async def measured_load(system: System, times: float, size: Size, progress: Progress, number: int = 0) -> Load:

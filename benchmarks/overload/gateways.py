@@ -13,9 +13,7 @@ from benchmarks.lib.report import Rows
 from benchmarks.overload.arrivals import ACCOUNTS, arrivals
 from benchmarks.overload.asking import ask
 from benchmarks.overload.judging import Load
-from benchmarks.overload.simulated import asked_of
-from benchmarks.overload.systems import MODELS, STAND_IN_SIZES, Setup, System, stand_in_profile, started
-from control_plane.admission.budgets import Budget
+from benchmarks.overload.systems import MODELS, Setup, System, started
 from control_plane.simulator.outcome import Budgets
 
 _TIMES = 3.0
@@ -46,7 +44,7 @@ class Compared:
 
     num_gateways: int
     before: Load
-    after: Load | None
+    after: Load
 
 
 def gateway_conditions(numbers: Sequence[int], *, is_quick: bool) -> dict[str, str]:
@@ -76,18 +74,6 @@ async def compare_gateways(
     enter(outcome, found)
 
 
-def simulate_gateways(numbers: Sequence[int], seconds: float, wait_seconds: float) -> list[Compared]:
-    """Return what the simulator says of the same, without a death."""
-    (profile, capacity), found = stand_in_profile(), []
-    for number in numbers:
-        coming = arrivals(_TIMES * capacity, seconds, STAND_IN_SIZES, MODELS, number, "gateways")
-        asked = asked_of(profile, coming, number, Budget(wait_seconds, FULL.token_seconds))
-        budgets = Budgets(wait_seconds, FULL.token_seconds)
-        load = Load(_TIMES, seconds, FULL.warm_seconds, asked, budgets, profile)
-        found.append(Compared(number, load, None))
-    return found
-
-
 async def _compared(system: System, number: int, size: Size) -> Compared:
     seconds = size.seconds + size.after_seconds
     coming = arrivals(_TIMES * system.capacity, seconds, system.sizes, MODELS, number, "gateways")
@@ -109,10 +95,8 @@ def enter(outcome: Outcome, found: Sequence[Compared]) -> None:
         later = "later" if is_first else "one killed"
         for what, load, first in (
             ("", compared.before, found[0].before),
-            (f", {later}", compared.after, found[0].after or found[0].before),
+            (f", {later}", compared.after, found[0].after),
         ):
-            if load is None:
-                continue
             name = f"{compared.num_gateways}{what}"
             goodput = load.goodput / first.goodput if first.goodput else 0.0
             had, wanted = load.account_shares, first.account_shares

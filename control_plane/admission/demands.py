@@ -59,6 +59,10 @@ class Demands:
         for asker, weighted in self._sums.items():
             yield asker, weighted * factor
 
+    def amount(self, asker: Asker, now: float) -> float:
+        """Return the same of one asker."""
+        return self._sums.get(asker, 0.0) / self._weight(now)
+
     def scale(self, factor: float) -> None:
         """The unit of costs has changed."""
         for asker in self._sums:

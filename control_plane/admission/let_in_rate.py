@@ -35,6 +35,8 @@ class LetInRate:
     _idle_since: float = -math.inf
     _seconds: float = 0.0
     """Of workers, for this gateway, while any waited; the sums forget what is long ago."""
+    _worker_seconds: float = 0.0
+    """Of workers, for all gateways."""
     _gaps: float = 0.0
     """Seconds of the clock in that."""
     _gap: float = 0.0
@@ -56,9 +58,15 @@ class LetInRate:
         return self._work / self._num_recent if self._num_recent else 0.0
 
     def per_second(self, now: float) -> float:
-        """Return the work that is let in per second now; 0.0 while too little is known, and without a worker."""
+        """Return the work that is let in per second now; 0.0 while too little is known, and without a worker.
+
+        The gateway's part counts half as it is, and half as it was on average: an unusual part does not last.
+        """
         self._advance(now)
-        return self._work / self._seconds * self._part * self._num_workers if self.is_measured else 0.0
+        if not self.is_measured or not self._num_workers:
+            return 0.0
+        usual_part = self._seconds / self._worker_seconds
+        return self._work / self._seconds * self._num_workers * (usual_part + self._part) / 2
 
     def changed(self, part: float, num_workers: int, now: float) -> None:
         """From now on the gateway has that part of so many workers."""
@@ -69,7 +77,7 @@ class LetInRate:
         """At least one request waits from now on."""
         self._advance(now)
         if self._busy_since is None and now - self._idle_since > _LULL_SECONDS:
-            self._seconds = self._gaps = self._work = self._num_recent = 0.0
+            self._seconds = self._worker_seconds = self._gaps = self._work = self._num_recent = 0.0
             self._num_let_in, self._longest_gap = 0, _LEAST_GAP_SECONDS
         if self._busy_since is None:
             self._gap = 0.0
@@ -100,6 +108,7 @@ class LetInRate:
             seconds = max(0.0, min(now - self._busy_since, self._longest_gap - self._gap))
         kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._seconds = self._seconds * kept + seconds * self._part * self._num_workers
+        self._worker_seconds = self._worker_seconds * kept + seconds * self._num_workers
         self._gaps = self._gaps * kept + seconds
         self._work *= kept
         self._num_recent *= kept

@@ -386,7 +386,8 @@ class ModelAdmission:
             elif service_class == newcomer.service_class and account != newcomer.account:
                 asked[account] = rate_of_asker
         counters, least_ms = self.counters, self.counters.least_ms
-        turn_ms = counters.rejoins_at(newcomer.account) + own_ms / counters.part_of(newcomer.account)
+        part = self._part_with(newcomer, now)
+        turn_ms = counters.rejoins_at(newcomer.account) + own_ms / part
         others = []
         for account, per_second in asked.items():
             own = own_line.by_account.get(account, ())
@@ -400,6 +401,15 @@ class ModelAdmission:
             others_ms = sum(min(each + per_second * seconds, most) for each, per_second, most in others)
             seconds = (before_ms + before_asked * seconds + own_ms + others_ms + half_ms) / rate
         return seconds
+
+    def _part_with(self, newcomer: Waiter, now: float) -> float:
+        """Return the part of its account once a request that comes now counts to what the account asks for here."""
+        part = self.counters.part_of(newcomer.account)
+        asked = self._asked.amount((newcomer.service_class, newcomer.account), now)
+        if newcomer.has_come or not asked:
+            return part
+        num_tokens = newcomer.num_tokens * newcomer.num_choices
+        return (asked + num_tokens) / (asked / part + num_tokens)
 
     def too_late_seconds(self, newcomer: Waiter, budget: Budget, seconds: float, now: float) -> float | None:
         """Predict the wait of a request that comes now; None: it is well within `seconds` and its model's budget.

@@ -8,6 +8,7 @@ import pytest
 
 from control_plane.admission.budgets import Budget
 from control_plane.admission.demands import Demands
+from control_plane.admission.let_in_rate import LetInRate
 from control_plane.admission.model_admission import Bounds, ModelAdmission, Waiter
 from control_plane.admission.service_classes import ServiceClass, class_of
 from control_plane.admission.virtual_counters import VirtualCounters
@@ -262,6 +263,36 @@ def test_an_account_that_is_served_elsewhere_too_waits_here_for_those_that_are_n
     assert wait_of("b") == pytest.approx(1.0 + 0.6, rel=0.05), "its own, and half as many of the one at both"
     admission.granted("w", 0.5, 1000.0)
     assert wait_of("b") == pytest.approx(2 * 1.6, rel=0.05), "another gateway has half of the worker"
+
+
+def test_an_unusual_part_of_a_worker_counts_half_in_a_prediction() -> None:
+    rate = LetInRate()
+    rate.changed(0.2, 1, 0.0)
+    rate.waits(0.0)
+    for second in range(100):
+        rate.let_in(2.0, second + 0.5)
+    assert rate.per_second(100.0) == pytest.approx(2.0, rel=0.1)
+    rate.changed(0.6, 1, 100.0)
+    assert rate.per_second(100.0) == pytest.approx(4.0, rel=0.1), "2 at the usual part, 6 at that of now"
+    rate.changed(0.6, 2, 100.0)
+    assert rate.per_second(100.0) == pytest.approx(8.0, rel=0.1), "two workers do twice as much at once"
+    rate.changed(0.6, 0, 100.0)
+    assert rate.per_second(100.0) == 0.0
+
+
+def test_a_request_counts_to_the_part_of_its_account_that_it_waits_by() -> None:
+    """One request has come, and a third of what the account asks for: with the newcomer's it is a half."""
+    admission = ModelAdmission(BOUNDS)
+    admission.stepped("w", 0.0, 0.0, 0.0)
+    for _ in range(2):
+        admission.enter(Waiter("m", "other", cost_ms=100.0), 0.0)
+    admission.enter(Waiter("m", "a", num_tokens=10, cost_ms=100.0), 0.0)
+    admission.counters.wait_elsewhere({"a": 1 / 3})
+    newcomer = Waiter("m", "a", num_tokens=10, cost_ms=100.0)
+    assert admission._part_with(newcomer, 0.0) == pytest.approx(20 / 40)
+    admission.refused(newcomer, 0.0)
+    newcomer.has_come = True
+    assert admission._part_with(newcomer, 0.0) == pytest.approx(1 / 3), "the part that was told has it"
 
 
 def test_an_account_whose_part_varies_gets_its_mean_part() -> None:

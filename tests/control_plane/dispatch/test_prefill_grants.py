@@ -63,7 +63,8 @@ async def test_a_prompt_is_sent_within_the_grant_of_its_prefill_worker_and_count
         await have_granted(here, prefill, decode)
         waiting = wait_for(here, MODEL, "xy")
         await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
-        await decode.until(lambda worker: len(worker.submits) == 1)
+        for worker in (prefill, decode):
+            await worker.until(lambda worker: len(worker.submits) == 1)
         assert [submit.grant_tokens for submit in prefill.submits] == [NUM]
         for _ in range(3):
             here.report(prefill, num_running=3)

@@ -14,6 +14,7 @@ from tandem_runtime.kv.packets import MAX_PACKET_BYTES, PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.kv.regions import _fetch
 from tandem_runtime.kv.shared_region import SharedRegion
+from tests.descriptors import OpenFiles
 from tests.fuzz.loop import event_loop
 
 _REGION_BYTES = 8192
@@ -26,7 +27,7 @@ def feed_region_packets(data: bytes) -> None:
     """
     regions = RegionTable(lambda offer: None)
     event_loop()  # has descriptors of its own
-    num_open = _num_descriptors()
+    files = OpenFiles()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
     try:
@@ -40,7 +41,7 @@ def feed_region_packets(data: bytes) -> None:
         ours.close()
         theirs.close()
         regions.close()
-    assert _num_descriptors() == num_open, "a descriptor was lost"
+    assert files.num_more() == 0, "a descriptor was lost"
 
 
 def _packets(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -101,7 +102,7 @@ def _region(kind: int, packet: bytes) -> bytes:
 def feed_region_answers(data: bytes) -> None:
     """A worker reads a service's answer to a fetch: a grant, or a typed error."""
     event_loop()  # has descriptors of its own
-    num_open = _num_descriptors()
+    files = OpenFiles()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
 
@@ -121,7 +122,7 @@ def feed_region_answers(data: bytes) -> None:
     finally:
         ours.close()
         theirs.close()
-    assert _num_descriptors() == num_open, "a descriptor was lost"
+    assert files.num_more() == 0, "a descriptor was lost"
 
 
 def region_answer_seeds() -> Sequence[bytes]:
@@ -129,7 +130,3 @@ def region_answer_seeds() -> Sequence[bytes]:
     refusal = b'{"error":{"code":15,"message":"no region r","field":"region_id"}}'
     kinds = [0, 1, 2, 3, 129]
     return [_region(kind, packet) for kind in kinds for packet in (grant, refusal)] + [_region(0, b'{"error":7}')]
-
-
-def _num_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())

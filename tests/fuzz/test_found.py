@@ -26,6 +26,7 @@ from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.kv.regions import RegionClient, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.kv.slabs import first_missing_block
+from tests.descriptors import OpenFiles
 from tests.kv_transfer_svc.layout import KEYS, a_layout
 
 _OFFER = {
@@ -36,10 +37,6 @@ _OFFER = {
     "bytes_per_slot": 8,
     "generations_offset": 8,
 }
-
-
-def _num_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 async def _answer_of(tmp_path: Path, packet: bytes, fd: int | None = None) -> object:
@@ -60,11 +57,11 @@ async def _answer_of(tmp_path: Path, packet: bytes, fd: int | None = None) -> ob
 
 async def test_a_packet_that_is_nested_thousands_deep_ends_its_connection(tmp_path: Path) -> None:
     """json.loads raises RecursionError, which is no ValueError; the descriptor was lost with it."""
-    num_open = _num_descriptors()
+    files = OpenFiles()
     fd = os.memfd_create("test")
     assert await _answer_of(tmp_path, b"[" * 16_000, fd) is None
     os.close(fd)
-    assert _num_descriptors() == num_open
+    assert files.num_more() == 0
 
 
 @pytest.mark.parametrize(
@@ -136,12 +133,12 @@ async def test_an_answer_that_is_not_valid_is_unavailable(tmp_path: Path, answer
         os.close(fd)
         connection.close()
 
-    num_open = _num_descriptors()
+    files = OpenFiles()
     serving = asyncio.create_task(serve())
     with pytest.raises(Unavailable, match=r"is not valid|invalid grant"):
         await RegionClient(str(tmp_path / "s")).fetch("r")
     await serving
-    assert _num_descriptors() == num_open
+    assert files.num_more() == 0
     listener.close()
 
 

@@ -32,6 +32,7 @@ from tandem_runtime.kv.regions import RegionOffer, _ask
 from tandem_runtime.kv.shared_region import SharedRegion
 from tests.control_plane.fleet.test_worker_links import Heard, linked, submit
 from tests.control_plane.scripted_worker import AttachStream, ScriptedWorker
+from tests.descriptors import OpenFiles
 from tests.kv_transfer_svc.host import until
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, KEYS, SIGNER, a_layout
 
@@ -71,10 +72,7 @@ class RegionConnections(_OnALoop):
         self.memory = SharedRegion.create("test", 4096, 1)
         self.connections: list[PacketSocket] = []
         self.lender: dict[str, PacketSocket] = {}
-        self.num_open = self.num_descriptors()
-
-    def num_descriptors(self) -> int:
-        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+        self.files = OpenFiles()
 
     @rule()
     def connect(self) -> None:
@@ -135,8 +133,7 @@ class RegionConnections(_OnALoop):
     def the_table_has_what_is_lent(self) -> None:
         assert {each.offer.region_id for each in self.regions} == set(self.lender)
         # A connection has two ends here; a region's mapping keeps a descriptor beside the region's own.
-        expected = self.num_open + 2 * len(self.connections) + 2 * len(self.lender)
-        assert self.num_descriptors() == expected
+        assert self.files.num_more() == 2 * len(self.connections) + 2 * len(self.lender)
 
     async def end(self) -> None:
         for connection in self.connections:

@@ -20,6 +20,7 @@ from tandem_runtime.errors import InvalidRequest, KvNotFound, TandemError, Unava
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.regions import RegionClient, RegionGrant
 from tandem_runtime.kv.shared_region import SharedRegion
+from tests.descriptors import OpenFiles
 from tests.kv_transfer_svc.host import Host, a_client, closed, nothing_is_left, running_host, until, watch_all
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 from tests.kv_transfer_svc.test_host_cache import chain, published
@@ -81,10 +82,6 @@ def close(grant: RegionGrant) -> None:
         os.close(fd)
 
 
-def num_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
 async def sealed(writer: DeviceWriter, num_blocks: int = 2) -> pb.KvHandle:
     handle = writer.handle(num_blocks=num_blocks)
     await writer.client.reserve(handle, writer.region_id, a_layout())
@@ -115,12 +112,12 @@ async def test_a_reader_gets_both_descriptors_and_the_slabs_that_name_device_mem
 async def test_a_reader_that_does_not_ask_for_device_memory_gets_none(tmp_path: Path) -> None:
     """As a worker of release 0.2 does: its fetch names no kind."""
     async with running_host(tmp_path) as host, device_writer(host) as writer:
-        num_open = num_descriptors()
+        files = OpenFiles()
         with pytest.raises(Unsupported, match=f"is in MEMORY_KIND_DEVICE, the reader maps MEMORY_KIND_HOST; {REMEDY}"):
             await RegionClient(host.socket).fetch(writer.region_id)
         with pytest.raises(Unsupported, match="is in MEMORY_KIND_HOST, the reader maps MEMORY_KIND_DEVICE"):
             await RegionClient(host.socket).fetch(host.arena.region_id, "device")
-        await until(lambda: num_descriptors() == num_open)
+        await until(lambda: files.num_more() == 0)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +131,7 @@ async def test_a_reader_that_does_not_ask_for_device_memory_gets_none(tmp_path: 
 )
 async def test_an_offer_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     async with running_host(tmp_path) as host, device_writer(host) as writer:
-        num_open = num_descriptors()
+        files = OpenFiles()
         other = RegionClient(host.socket)
         writer.region_id += "-2"
         writer.regions, kept = other, writer.regions
@@ -143,7 +140,7 @@ async def test_an_offer_that_does_not_fit_is_refused(tmp_path: Path, changes: di
         with pytest.raises(InvalidRequest, match=message):
             await writer.lend(**changes)
         writer.regions = kept
-        await until(lambda: num_descriptors() == num_open)
+        await until(lambda: files.num_more() == 0)
 
 
 async def test_descriptors_and_kind_must_agree(tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ async def test_checksums_of_device_memory_are_left_to_the_readers(tmp_path: Path
 
 async def test_a_dead_owners_memory_is_given_up_and_its_handles_end(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, a_client(host) as reader:
-        num_open = num_descriptors()
+        files = OpenFiles()
         async with device_writer(host) as writer:
             (row,) = (await host.service.Tables(TablesRequest(max_rows=10), None)).regions
             assert (row.kind, row.num_bytes) == (pb.MEMORY_KIND_DEVICE, NUM_SLOTS * BLOCK_BYTES)
@@ -227,7 +224,7 @@ async def test_a_dead_owners_memory_is_given_up_and_its_handles_end(tmp_path: Pa
                 await watching
             with pytest.raises(KvNotFound):
                 await RegionClient(host.socket).fetch(writer.region_id, "device")
-        await until(lambda: nothing_is_left(host) and num_descriptors() <= num_open + 2)  # reader's own connection
+        await until(lambda: nothing_is_left(host) and files.num_more() <= 2)  # reader's own connection
 
 
 async def test_messages_of_host_memory_are_those_of_release_0_2(tmp_path: Path, monkeypatch: Any) -> None:
@@ -267,10 +264,10 @@ async def test_a_service_that_answers_with_another_kind_is_not_believed(tmp_path
         os.close(fd)
         connection.close()
 
-    num_open = num_descriptors()
+    files = OpenFiles()
     serving = asyncio.create_task(serve())
     with pytest.raises(TandemError, match="invalid grant of region r: 2 descriptors of kind None, asked was device"):
         await RegionClient(str(tmp_path / "s")).fetch("r", "device")
     await serving
-    assert num_descriptors() == num_open
+    assert files.num_more() == 0
     listener.close()

@@ -8,9 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from control_plane import dispatch
+from control_plane.admission.model_admission import AnswerMeter
+from control_plane.admission.prices import Prices
+from control_plane.admission.virtual_counters import VirtualCounters
 from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.worker_call import WorkerCall
-from tests.control_plane.dispatch.test_request_stream import new_stream
+from tandem.v1 import types_pb2 as pb
+from tests.control_plane.dispatch.test_request_stream import PROMPT, new_stream
 
 _MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "update"}
 
@@ -38,3 +42,35 @@ def test_nothing_else_writes_the_state_of_a_request() -> None:
         if path.stem != RequestState.__module__.rpartition(".")[2]:
             found = {name.lstrip("_") for name in writes(ast.parse(path.read_text()))}
             assert not found & owned, f"{path.name} writes {found & owned}"
+
+
+def output(first: int, end: int) -> pb.TokenOutput:
+    return pb.TokenOutput(position=len(PROMPT) + first, token_ids=range(first, end))
+
+
+def test_an_account_is_charged_for_some_tokens_at_once_and_for_the_rest_at_the_end() -> None:
+    """The first token of each answer came before the request had started."""
+    state, counters = new_stream(num_choices=2).state, VirtualCounters()
+    prices = Prices(ms_per_answer_token=1.0)
+    for choice in state.choices:
+        state.receive(choice, output(0, 1))
+    state.charge_to(AnswerMeter(counters, "me", prices, 4.0))
+    first, second = state.choices
+    state.receive(first, output(1, 8))
+    state.receive(second, output(1, 4))
+    assert counters.of("me") == 0
+    state.receive(first, output(8, 10))
+    assert counters.of("me") == 9 - 4, "four were paid for"
+    state.settle()
+    assert counters.of("me") == 9 + 3 - 4
+    state.settle()
+    assert counters.of("me") == 9 + 3 - 4
+
+
+def test_what_was_charged_in_advance_and_has_not_come_is_given_back_when_a_request_ends() -> None:
+    state, counters = new_stream().state, VirtualCounters()
+    counters.charge("me", 100.0)
+    state.charge_to(AnswerMeter(counters, "me", Prices(ms_per_answer_token=1.0), 50.0))
+    state.receive(state.choices[0], output(0, 3))
+    state.settle()
+    assert counters.of("me") == 100.0 - 47.0

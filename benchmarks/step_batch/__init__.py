@@ -1,0 +1,1 @@
+"""Measures what a step with tokens costs a gateway, beside another checkout."""

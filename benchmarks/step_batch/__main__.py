@@ -19,6 +19,7 @@ from statistics import median
 
 from benchmarks.ab.ratios import median_of_ratios
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
+from benchmarks.lib.report import Rows
 from tandem_client.cli.parent_death import die_with_parent
 
 MAX_MORE = 0.05
@@ -72,7 +73,7 @@ def seconds_per_token(root: Path, num_steps: int) -> float:
 def enter(outcome: Outcome, old: Sequence[float], new: Sequence[float]) -> None:
     """Enter the figures of both sides; turn `i` of both ran within the same seconds."""
     ratio = median_of_ratios(new, old, is_time=True)
-    rows = [
+    rows: Rows = [
         (name, f"{1e6 * median(values):.2f} us", f"{1e6 * min(values):.2f}", f"{1e6 * max(values):.2f}")
         for name, values in (("old", old), ("new", new))
     ]

@@ -16,8 +16,8 @@ import structlog
 
 from control_plane.dispatch.request_stream import RequestStream
 from tandem.v1 import types_pb2 as pb
-from tests.control_plane.harness import DECODE, Harness, harness, new_request
-from tests.control_plane.scripted_worker import PREFILL, ScriptedWorker, only_accept, token_at
+from tests.control_plane.harness import Harness, harness, new_request
+from tests.control_plane.scripted_worker import DECODE, PREFILL, ScriptedWorker, only_accept, token_at
 
 _NUM_STREAMS = 256
 _WARM_STEPS = 50

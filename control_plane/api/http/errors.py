@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import grpc
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -194,14 +193,14 @@ def error_answer(
     return _status(error_format, error), body, _retry_headers(error_format, error)
 
 
-def error_event(error_format: ErrorFormat, error: TandemError, request_id: str) -> bytes:
+def error_event(error_format: ErrorFormat, error: TandemError, request_id: str) -> dict[str, Any]:
     """Return the last event of a failed stream. The caller then closes the connection without [DONE]."""
     body = error_body(error_format, error, request_id)
     if error_format == "cloudflare":  # SDKs look for `error` in an event, and for `errors` everywhere else
         body = {**error_body("openai", error, request_id), "errors": body["errors"], "success": False}
     if error_format == "binding":
         body = {"error": body}
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return body
 
 
 def error_body(error_format: ErrorFormat, error: TandemError, request_id: str) -> dict[str, Any]:

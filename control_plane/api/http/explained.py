@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from control_plane.api.answer_classes import SeamObject
 from control_plane.api.http.request_context import timeline_of
+from control_plane.api.http.sse import frame
 from control_plane.explain.journal import Journal
 from control_plane.explain.server_timing import server_timing
 from control_plane.explain.store import document_of
@@ -43,7 +44,7 @@ class Explained:
         wanted = self._wanted()
         if not wanted:
             return b""
-        return self.in_last(b"data: " + _encode({**base, "tandem": wanted}) + b"\n\n")
+        return self.in_last(frame({**base, "tandem": wanted}))
 
     def whole(self, body: bytes, seams: Sequence[SeamObject] = ()) -> bytes:
         """Return an answer, a JSON object, with its seams, and the explanation if it is wanted; a list as it is."""

@@ -32,7 +32,18 @@ _MARK = secrets.token_hex(16)
 """Placeholder for the text. It is random, so that it occurs in no name of a client."""
 _RANDOM_BYTES = 4096
 
-_encode = msgspec.json.Encoder().encode
+_to_json = msgspec.json.Encoder().encode
+_ESCAPES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
+"""Characters at which many clients break lines, httpx's `iter_lines` among them, though the standard does not."""
+
+
+def _encode(value: Any) -> bytes:
+    """Return JSON without any character that a client may take for the end of a line."""
+    encoded = _to_json(value)
+    if not encoded.isascii():
+        for character, escape in _ESCAPES.items():
+            encoded = encoded.replace(character, escape)
+    return encoded
 
 
 class EventStream(EventSourceResponse):
@@ -84,12 +95,12 @@ async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> 
                     yield piece
     except TandemError as error:
         log.warning("stream_failed", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
-        yield error_event(error_format_of(request.url.path), error, request_id_of(request))
+        yield frame(error_event(error_format_of(request.url.path), error, request_id_of(request)))
         raise _StreamBroken from error
     except Exception as error:  # without an error event, the cut answer would look complete to some clients
         log.exception("stream_failed", route=name_of(request.scope))
         internal = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
-        yield error_event(error_format_of(request.url.path), internal, request_id_of(request))
+        yield frame(error_event(error_format_of(request.url.path), internal, request_id_of(request)))
         raise _StreamBroken from error
 
 

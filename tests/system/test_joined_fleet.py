@@ -86,10 +86,10 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Flee
         fleet.start_gateway()
 
         async def serves() -> bool:
-            return set(await fleet.workers()) == _WORKERS and await fleet.answers()
+            has_all = set(await fleet.workers()) == _WORKERS and await fleet.answers()
+            return has_all and (await fleet.http.get("/readyz")).is_success  # after a prompt that prefill computed
 
         await until(serves, 90, fleet.machine.end_of_log)
-        assert (await fleet.http.get("/readyz")).is_success
         yield fleet
     finally:
         await fleet.http.aclose()

@@ -10,7 +10,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from control_plane.admission.budgets import Budget
@@ -40,6 +40,7 @@ class Waiter:
     model_id: str
     account: str
     service_class: int = ServiceClass.DEFAULT
+    _: KW_ONLY
     num_tokens: int = 0
     """Of the prompt: what a worker must have free."""
     cost_ms: float = 1.0

@@ -323,9 +323,9 @@ def waiter_of(
         request.model_id,
         request.account,
         max(ServiceClass.BATCH, min(ServiceClass.PRIORITY, request.priority)),
-        len(request.token_ids),
-        cost_ms,
-        num_answer_tokens,
+        num_tokens=len(request.token_ids),
+        cost_ms=cost_ms,
+        num_answer_tokens=num_answer_tokens,
         is_moving=is_moving,
         num_choices=len(request.choice_seeds),
     )

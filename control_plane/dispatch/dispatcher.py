@@ -167,7 +167,7 @@ class Dispatcher:
         num_tokens = num_bytes / room.prices.bytes_per_token
         num_missing = num_tokens * (1 - room.cached.of(account, session))
         cost_ms = room.prices.request_ms(num_missing, room.prices.answer_tokens)
-        waiter = Waiter(model_id, account, service_class, int(num_tokens), cost_ms)
+        waiter = Waiter(model_id, account, service_class, num_tokens=int(num_tokens), cost_ms=cost_ms)
         self.queue.refuse_early(waiter, self._queue_seconds)
 
     def body_prepared(self, model_id: str, num_bytes: int, num_tokens: int) -> None:

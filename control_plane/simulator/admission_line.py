@@ -87,9 +87,9 @@ class AdmissionLine:
             request.model,
             request.account,
             service_class,
-            request.num_prompt_tokens,
-            self._cost_ms(request),
-            min(room.prices.answer_tokens, request.requested_tokens),
+            num_tokens=request.num_prompt_tokens,
+            cost_ms=self._cost_ms(request),
+            num_answer_tokens=min(room.prices.answer_tokens, request.requested_tokens),
         )
         if room.must_wait(waiter):
             self._wait(request, waiter, now)

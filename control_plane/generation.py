@@ -203,7 +203,6 @@ class TokenRequest:
     num_public_tokens: int = 0
     """Leading tokens of a text that the operator marked public."""
     priority: int = 0
-    fairness_key: str = ""
     session_affinity: str = ""
     reject_if_busy: bool = False
     is_probe: bool = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from functools import partial
 
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import AttachmentRow
 from tandem_engine.messages import EngineStats, Mode
+from tandem_runtime.virtual_counters import AnswerMeter
+from tandem_worker.account_order import AccountDemand
 from tandem_worker.grant_timer import GrantTimer
 from tandem_worker.grants import Demand, GrantDivider, Room
 from tandem_worker.requests import ActiveRequest, GatewayStream
@@ -25,6 +27,8 @@ class GrantSender:
         self._clock = clock
         self._divider: GrantDivider[GatewayStream] = GrantDivider()
         self._timer = GrantTimer(self._divider, self._room_now, _send, clock)
+        self._meters: dict[ActiveRequest, AnswerMeter] = {}
+        """Of the requests that the engine has."""
 
     # ------------------------------------------------------------------------------------------------- gateways
 
@@ -35,9 +39,8 @@ class GrantSender:
             self._timer.look(0.0)
 
     def detach(self, stream: GatewayStream) -> None:
-        if stream in self._divider:
-            self._divider.detach(stream)
-            self._timer.look(0.0)
+        self._divider.detach(stream)
+        self._timer.look(0.0)
 
     def demanded(self, stream: GatewayStream, demand: pb.Demand) -> None:
         """A gateway reports what waits there, or the grant that it has got."""
@@ -59,6 +62,8 @@ class GrantSender:
         """
         if self._room is not None:
             self._room.refused(request, self._clock())
+            submit = request.submit
+            self._divider.charge(submit.fairness_key, submit.work_of_answer - submit.work)
         stream = request.stream
         if stream not in self._divider:
             return None
@@ -85,6 +90,13 @@ class GrantSender:
         """The engine is about to get a request."""
         if self._room is not None:
             self._room.began(request)
+            self._charge(request)
+
+    def _charge(self, request: ActiveRequest) -> None:
+        submit = request.submit
+        self._divider.let_in(request.stream, submit.fairness_key, submit.work, self._clock(), submit.priority)
+        charge = partial(self._divider.charge, submit.fairness_key)
+        self._meters[request] = AnswerMeter(charge, submit.work_of_answer)
 
     def reserved(self, request: ActiveRequest, mode: Mode) -> None:
         """The engine has accepted a request."""
@@ -93,13 +105,14 @@ class GrantSender:
 
     def answered(self, request: ActiveRequest, num_tokens: int) -> None:
         """A step has computed tokens of a request's answer."""
-        self._divider.answered(request.stream, num_tokens)
         if self._room is not None:
             self._room.answered(request)
+            self._meters[request].answered(num_tokens)
 
     def ended(self, request: ActiveRequest) -> None:
         if self._room is not None:
             self._room.ended(request)
+            self._meters.pop(request).ended()
             self._timer.changed()
 
     def stepped(self, stats: EngineStats, admitted: Iterable[str]) -> None:
@@ -131,6 +144,21 @@ def _send(stream: GatewayStream, grant: pb.Grant) -> None:
 
 
 def demand_of(message: pb.WaitingRequests) -> Demand:
-    demand = Demand(message.num_tokens, message.num_requests, message.first_tokens, message.first_requests or 1)
-    accounts = {each.account: each.num_tokens for each in message.accounts}
-    return replace(demand, accounts=accounts) if accounts else demand
+    accounts = tuple(
+        AccountDemand(
+            each.fairness_key,
+            each.service_class,
+            max(1, each.num_requests),
+            each.work,
+            each.waited_ms / 1000,
+        )
+        for each in message.accounts
+    )
+    return Demand(
+        message.num_tokens,
+        message.num_requests,
+        message.first_tokens,
+        message.first_requests or 1,
+        accounts,
+        message.num_workers,
+    )

@@ -91,6 +91,17 @@ def grant_to_proto(grant: Grant) -> pb.Grant:
         num_tokens=grant.num_tokens,
         num_requests=grant.num_requests,
         valid_ms=int(1000 * grant.valid_seconds),
-        parts=[pb.AccountPart(account=account, part=part) for account, part in grant.parts.items()],
-        part=grant.part,
+        turns=[
+            pb.AccountTurn(
+                fairness_key=each.account,
+                service_class=each.service_class,
+                lead=each.lead,
+                num_elsewhere=each.num_elsewhere,
+                work_elsewhere=each.work_elsewhere,
+                work_per_second_elsewhere=each.work_per_second_elsewhere,
+            )
+            for each in grant.turns
+        ],
+        work_elsewhere=grant.work_elsewhere,
+        num_elsewhere=grant.num_elsewhere,
     )

@@ -5,24 +5,27 @@ began. Both ends count the same Submits, so a grant that crosses with a Submit o
 are numbered; the latest one that a gateway has got holds, until it expires. Room that was granted and not used is free
 again when the gateway has seen a lower grant, when its last one has expired, or when its stream ends.
 
-Gateways whose requests wait come first: by virtual time, as in weighted fair queueing. A gateway's weight is the sum of
-its parts of the accounts that wait: each account has the same weight, and a gateway that was asked for a third of an
-account's tokens has a third of the account. What is left is divided equally, for requests that will come.
+Gateways whose requests wait come first, in the order of `account_order.py`. What is left is divided equally, for
+requests that will come.
 
 No clock, no loop, no message: `now` is in monotonic seconds.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
+
+from tandem_worker.account_order import AccountDemand, AccountOrder, AccountTurn
 
 VALID_SECONDS = 2.0
 """A gateway may use a grant for so long after it has got it."""
 RENEW_SECONDS = 1.0
+_TELL_SECONDS, _TELL_SECONDS_PER_WORKER = 0.2, 0.002
+"""While requests wait at several gateways, each hears so often what waits at the others: from all workers together 500
+times a second at most."""
 _MARGIN_SECONDS = 0.5
 """A Submit may be on its way for so long after its grant has expired at the gateway."""
 _DUE_SECONDS = 5.0
@@ -32,10 +35,11 @@ UNUSED_SECONDS = 0.25
 """What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
 _IDLE_SECONDS = 5.0
 """A gateway that has used and asked for nothing for so long gets no grants, until it does: a message a second less."""
-_MAX_DEBT_TOKENS = 16384
-"""A gateway that begins to wait is behind the others by no more than this, whatever it has used before."""
 _MOST_STEPS = 64
 """What waits is given room in about so many steps: several requests at once if there is more room."""
+
+_LAST_CLASS = -1000
+"""Of requests whose account a gateway does not tell: those that it tells are next there."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -67,8 +71,10 @@ class Demand:
     """Of the request that is next: it needs a grant of so many tokens."""
     first_requests: int = 1
     """More than one if that request asks for several answers."""
-    accounts: Mapping[int, int] = field(default_factory=dict)
-    """Tokens that accounts which wait have asked for lately, by a digest of the account; empty: one account."""
+    accounts: tuple[AccountDemand, ...] = ()
+    """Those of the requests that are next; empty: of one account, all came at once."""
+    num_workers: int = 1
+    """That hear of them."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,23 @@ class Grant:
     num_tokens: int
     num_requests: int
     valid_seconds: float = VALID_SECONDS
-    parts: Mapping[int, float] = field(default_factory=dict)
-    """Of accounts that wait at other gateways too: the part of what they ask for that they ask for at this one."""
-    part: float = 1.0
-    """Of the worker's time, that the gateway gets as long as the same requests wait, and some of its own."""
+    turns: tuple[AccountTurn, ...] = ()
+    """Of all accounts that wait, if any wait at other gateways."""
+    work_elsewhere: float = 0.0
+    """Of other gateways' requests that have come since the stream began."""
+    num_elsewhere: int = 0
+    """Such requests."""
 
 
 @dataclass
 class _Amount:
     num_tokens: int = 0
+    num_requests: int = 0
+
+
+@dataclass
+class _Work:
+    work: float = 0.0
     num_requests: int = 0
 
 
@@ -110,12 +124,10 @@ class _Gateway:
     """When it had its first grant, last used one or said what waits."""
     sent_at: float = float("-inf")
     used_at: float = float("-inf")
-    level: float = 0.0
-    """Virtual time: tokens used by the gateway's weight."""
-    weight: float = 1.0
-    parts: Mapping[int, float] = field(default_factory=dict)
-    part: float = 1.0
-    """Both as in a grant."""
+    rank: int = 0
+    """Its first turn in the division that is being made."""
+    elsewhere: _Work = field(default_factory=_Work)
+    """Other gateways' requests since the stream began."""
     mean_tokens: float = 0.0
     """Of a request; 0.0: none has come."""
     unmet_since: float | None = None
@@ -173,6 +185,7 @@ class GrantDivider(Generic[_Key]):
 
     def __init__(self) -> None:
         self._gateways: dict[_Key, _Gateway] = {}
+        self._order: AccountOrder[_Key] = AccountOrder()
         self._num_attached = 0
 
     def __len__(self) -> int:
@@ -205,7 +218,7 @@ class GrantDivider(Generic[_Key]):
     def detach(self, key: _Key) -> None:
         """The stream has ended: what was granted on it is free at once."""
         self._gateways.pop(key, None)
-        self._weigh()
+        self._order.forget(key)
 
     def seen(self, key: _Key, number: int) -> None:
         """A gateway has got a grant, and uses those before it no more."""
@@ -214,37 +227,39 @@ class GrantDivider(Generic[_Key]):
     def demanded(self, key: _Key, demand: Demand, now: float) -> None:
         """Take in what waits at a gateway."""
         gateway = self._gateways[key]
-        if demand.num_requests and not gateway.waits:
-            self._begin_to_wait(gateway, now)
         if not demand.num_requests or demand.first_tokens != gateway.demand.first_tokens:
             gateway.unmet_since = None
         gateway.demand = demand
         gateway.needed_at = now
-        self._weigh()
+        self._order.demanded(key, _accounts(demand), now)
 
     def submitted(self, key: _Key, num_tokens: int, now: float, num_requests: int = 1) -> None:
         """Requests have come, or are on their way, that count so many tokens under the gateway's grants together."""
         gateway = self._gateways[key]
-        if not any(each.is_active(now) for each in self._gateways.values()):
-            self._forget_levels()
         gateway.received.num_tokens += num_tokens
         gateway.received.num_requests += num_requests
         gateway.mean_tokens += (num_tokens / num_requests - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
         gateway.used_at = gateway.needed_at = now
         gateway.unmet_since = gateway.unused_since = None
-        gateway.level += num_tokens / gateway.weight
 
-    def answered(self, key: _Key, num_tokens: int) -> None:
-        """Tokens of answers were computed for a gateway."""
-        if (gateway := self._gateways.get(key)) is not None:
-            gateway.level += num_tokens / gateway.weight
+    def let_in(self, key: _Key, account: str, work: float, now: float, service_class: int = 0) -> None:
+        """Charge a gateway's request to its account: its prompt and its predicted answer, in tokens of an answer."""
+        self._order.let_in(key, account, work, now, service_class)
+        for other, gateway in self._gateways.items():
+            if other != key:
+                gateway.elsewhere.work += work
+                gateway.elsewhere.num_requests += 1
+
+    def charge(self, account: str, work: float) -> None:
+        """An account uses the worker for more than it was charged for, or for less."""
+        self._order.charge(account, work)
 
     def divide(self, room: Room, now: float) -> dict[_Key, Grant]:
         """Return the grants that are to be sent now."""
-        for gateway in self._gateways.values():
+        for key, gateway in self._items():
             gateway.forget_expired(now)
             if room.in_order:
-                _charge_unused(gateway, now)
+                self._pass_unused(key, gateway, now)
         targets = self._targets(room, now)
         out = {key: gateway.outstanding() for key, gateway in self._items()}
         # A worker that takes a request of any size is asked to: then the targets are more than there is.
@@ -256,7 +271,7 @@ class GrantDivider(Generic[_Key]):
         left.num_requests -= sum(each.num_requests for each in out.values())
         must_lower = any(each.lacks(out[key]) and _is_less(out[key], targets[key]) for key, each in self._items())
         grants: dict[_Key, Grant] = {}
-        for key, gateway in sorted(self._items(), key=lambda item: (not item[1].waits, item[1].level, item[1].order)):
+        for key, gateway in sorted(self._items(), key=lambda item: (item[1].rank, item[1].order)):
             target, has = targets[key], out[key]
             gets = _Amount(
                 _next(has.num_tokens, target.num_tokens, left.num_tokens),
@@ -265,7 +280,7 @@ class GrantDivider(Generic[_Key]):
             if self._is_worth_sending(gateway, has, gets, now, must_lower):
                 left.num_tokens -= max(0, gets.num_tokens - has.num_tokens)
                 left.num_requests -= max(0, gets.num_requests - has.num_requests)
-                grants[key] = _grant(gateway, gets, now)
+                grants[key] = self._grant(key, gateway, gets, now)
             _note_unmet(gateway, now)
         return grants
 
@@ -276,6 +291,8 @@ class GrantDivider(Generic[_Key]):
 
     def _targets(self, room: Room, now: float) -> dict[_Key, _Amount]:
         """Return what each gateway should be able to submit, if nothing had been granted yet."""
+        for gateway in self._gateways.values():
+            gateway.rank = 0
         shares = {key: _Amount() for key in self._gateways}
         left = _Amount(max(0, room.num_tokens), max(0, room.num_requests))
         if not shares or not left.num_requests or self._give_to_waiting(room, shares, left, now):
@@ -301,25 +318,23 @@ class GrantDivider(Generic[_Key]):
         if left.num_requests >= len(shares):
             idle = [each for each in self._gateways.values() if not each.waits]
             kept = _Amount(min(int(sum(each.mean_tokens for each in idle)), left.num_tokens // 2), len(idle))
-        queue = [
-            (each.level + shares[key].num_tokens / each.weight, each.order, key)
-            for key, each in self._items()
-            if shares[key].num_requests < each.demand.num_requests
-        ]
-        heapify(queue)
-        has_given = any(each.num_requests for each in shares.values())
-        while queue and left.num_requests > kept.num_requests:
-            level, order, key = heappop(queue)
+        turns = self._order.turns(now)
+        num_given = sum(each.num_requests > 0 for each in shares.values())
+        while (key := turns.next()) is not None and left.num_requests > kept.num_requests:
             gateway, share = self._gateways[key], shares[key]
             asked = gateway.next_requests(share.num_requests, num_at_once)
-            if _fits(asked, room, left, kept) or (room.takes_any and not has_given):
-                has_given = True
+            if _fits(asked, room, left, kept) or (room.takes_any and not num_given):
+                num_given += 1
+                gateway.rank = min(gateway.rank, num_given - len(shares))
                 _take(asked, room, share, left)
-                if share.num_requests < gateway.demand.num_requests:
-                    heappush(queue, (level + max(1, asked.num_tokens) / gateway.weight, order, key))
+                turns.took(asked.num_requests)
+                if share.num_requests >= gateway.demand.num_requests:
+                    turns.skip(key)
             elif room.in_order:
                 self._give_kept(shares, kept)
                 return True
+            else:
+                turns.skip(key)
         return False
 
     def _give_kept(self, shares: dict[_Key, _Amount], kept: _Amount) -> None:
@@ -345,32 +360,35 @@ class GrantDivider(Generic[_Key]):
     def _items(self) -> Iterable[tuple[_Key, _Gateway]]:
         return self._gateways.items()
 
-    def _begin_to_wait(self, gateway: _Gateway, now: float) -> None:
-        """Let a gateway rejoin: neither with credit for the time in which it was idle, nor with endless debt."""
-        others = [each.level for each in self._gateways.values() if each is not gateway and each.is_active(now)]
-        if others:
-            least = min(others)
-            gateway.level = min(max(gateway.level, least), least + _MAX_DEBT_TOKENS)
-        elif not gateway.is_active(now):
-            self._forget_levels()
+    def _grant(self, key: _Key, gateway: _Gateway, gets: _Amount, now: float) -> Grant:
+        gateway.number += 1
+        gateway.sent_at = now
+        if gateway.number == 1:
+            gateway.needed_at = now
+        grant = Grant(
+            gateway.number,
+            gateway.received.num_tokens + gets.num_tokens,
+            gateway.received.num_requests + gets.num_requests,
+            turns=tuple(self._order.told(key, now)),
+            work_elsewhere=gateway.elsewhere.work,
+            num_elsewhere=gateway.elsewhere.num_requests,
+        )
+        while gateway.sent and _is_within(gateway.sent[-1].grant, grant):
+            gateway.sent.pop()
+        gateway.sent.append(_Sent(grant, now + VALID_SECONDS + _MARGIN_SECONDS))
+        return grant
 
-    def _forget_levels(self) -> None:
-        for gateway in self._gateways.values():
-            gateway.level = 0.0
+    def _renew_seconds(self, gateway: _Gateway) -> float:
+        """Return how long a grant is left as it is: shorter where a gateway must know what waits at others."""
+        if not gateway.waits or not any(each.waits for each in self._gateways.values() if each is not gateway):
+            return RENEW_SECONDS
+        return min(RENEW_SECONDS, max(_TELL_SECONDS, _TELL_SECONDS_PER_WORKER * gateway.demand.num_workers))
 
-    def _weigh(self) -> None:
-        """Set the weights of the gateways that wait; they add up to the number of gateways. Others may wait next."""
-        waiting = [each for each in self._gateways.values() if each.waits]
-        totals: Counter[int] = Counter()
-        for gateway in waiting:
-            totals.update(_accounts(gateway.demand))
-        for gateway in self._gateways.values():
-            gateway.parts, gateway.part = {}, 1 / (len(waiting) + 1)
-        for gateway in waiting:
-            parts = {account: tokens / totals[account] for account, tokens in _accounts(gateway.demand).items()}
-            gateway.weight = max(1e-3, sum(parts.values()) * len(waiting) / len(totals))
-            gateway.parts = {account: part for account, part in parts.items() if part < 1.0}
-            gateway.part = gateway.weight / len(waiting)
+    def _pass_unused(self, key: _Key, gateway: _Gateway, now: float) -> None:
+        """Let others go before a gateway that waits for something else, and would keep the room from them."""
+        if gateway.unused_since is not None and now - gateway.unused_since >= UNUSED_SECONDS:
+            self._order.passes(key, gateway.outstanding().num_requests, now)
+            gateway.unused_since = now
 
     def _is_worth_sending(self, gateway: _Gateway, has: _Amount, gets: _Amount, now: float, must_lower: bool) -> bool:
         """Whether a gateway should hear of a new amount now, and not with the next renewal."""
@@ -378,15 +396,18 @@ class GrantDivider(Generic[_Key]):
             return True
         if gateway.is_idle(now):
             return False
-        if now - gateway.sent_at >= RENEW_SECONDS:
+        if now - gateway.sent_at >= self._renew_seconds(gateway):
             return True
         if gateway.lacks(has) and _is_less(has, gets):
             return True
         return 2 * has.num_tokens < gets.num_tokens or 2 * has.num_requests < gets.num_requests
 
 
-def _accounts(demand: Demand) -> Mapping[int, int]:
-    return {account: max(1, tokens) for account, tokens in demand.accounts.items()} or {0: max(1, demand.num_tokens)}
+def _accounts(demand: Demand) -> tuple[AccountDemand, ...]:
+    """Return what waits by account; what a gateway does not tell of comes last."""
+    num_rest = demand.num_requests - sum(each.num_requests for each in demand.accounts)
+    rest = AccountDemand("", _LAST_CLASS if demand.accounts else 0, num_rest)
+    return (*demand.accounts, rest) if num_rest > 0 else demand.accounts
 
 
 def _is_less(some: _Amount, other: _Amount) -> bool:
@@ -413,24 +434,6 @@ def _take(asked: _Amount, room: Room, share: _Amount, left: _Amount) -> None:
     left.num_requests = max(0, left.num_requests - asked.num_requests)
 
 
-def _grant(gateway: _Gateway, gets: _Amount, now: float) -> Grant:
-    gateway.number += 1
-    gateway.sent_at = now
-    if gateway.number == 1:
-        gateway.needed_at = now
-    grant = Grant(
-        gateway.number,
-        gateway.received.num_tokens + gets.num_tokens,
-        gateway.received.num_requests + gets.num_requests,
-        parts=gateway.parts if gateway.demand.accounts else {},
-        part=gateway.part,
-    )
-    while gateway.sent and _is_within(gateway.sent[-1].grant, grant):
-        gateway.sent.pop()
-    gateway.sent.append(_Sent(grant, now + VALID_SECONDS + _MARGIN_SECONDS))
-    return grant
-
-
 def _is_within(some: Grant, other: Grant) -> bool:
     return some.num_tokens <= other.num_tokens and some.num_requests <= other.num_requests
 
@@ -445,11 +448,4 @@ def _note_unmet(gateway: _Gateway, now: float) -> None:
     if not gateway.waits or not is_met:
         gateway.unused_since = None
     elif gateway.unused_since is None:
-        gateway.unused_since = now
-
-
-def _charge_unused(gateway: _Gateway, now: float) -> None:
-    """Let others go before a gateway that waits for something else, and would keep the room from them."""
-    if gateway.unused_since is not None and now - gateway.unused_since >= UNUSED_SECONDS:
-        gateway.level += gateway.outstanding().num_tokens / gateway.weight
         gateway.unused_since = now

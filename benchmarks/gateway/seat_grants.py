@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Protocol
 
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.virtual_counters import AnswerMeter
 from tandem_worker.grant_sender import demand_of
 from tandem_worker.grant_timer import GrantTimer
 from tandem_worker.grants import GrantDivider, Room
@@ -58,8 +60,10 @@ class SeatGrants:
         """Return the grant to send with a refusal."""
         return self._timer.renewed(stream) if stream in self._divider else None
 
-    def answered(self, stream: Stream, num_tokens: int) -> None:
-        self._divider.answered(stream, num_tokens)
+    def began(self, stream: Stream, submit: pb.Submit) -> AnswerMeter:
+        """A request has its seat; return what charges its account for its answer."""
+        self._divider.let_in(stream, submit.fairness_key, submit.work, time.monotonic(), submit.priority)
+        return AnswerMeter(partial(self._divider.charge, submit.fairness_key), submit.work_of_answer)
 
     def ended(self) -> None:
         """A seat is free."""

@@ -30,6 +30,7 @@ from tandem_runtime import identity, lifecycle, log
 from tandem_runtime.errors import Overloaded, TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
+from tandem_runtime.virtual_counters import AnswerMeter
 from tandem_worker.other_use import OtherUse
 
 CONTEXT_LENGTH = 1 << 20
@@ -109,9 +110,15 @@ def asset_chunks(folder: Path, card: pb.ModelCard, digest: bytes) -> Iterator[pb
 class _Answer:
     """One request: its output message, sent again with the next token in each step."""
 
-    def __init__(self, submit: pb.Submit, words: Words, num_shared_tokens: int = 0) -> None:
-        """`num_shared_tokens`: tokens of the prompt that came apart from `submit`, for all choices together."""
+    def __init__(
+        self, submit: pb.Submit, words: Words, num_shared_tokens: int = 0, meter: AnswerMeter | None = None
+    ) -> None:
+        """`num_shared_tokens`: tokens of the prompt that came apart from `submit`, for all choices together.
+
+        `meter` charges its account, if the worker grants.
+        """
         self._words = words
+        self.meter = meter
         self._num_prompt_tokens = submit.num_prompt_tokens
         self._max_tokens = submit.sampling.max_tokens
         self._position = num_shared_tokens + len(submit.token_ids)
@@ -191,12 +198,15 @@ class GatewayStream:
     def _greet(self, hello: pb.AttachHello) -> None:
         if self._grants is not None and hello.uses_grants:
             self._grants.attach(self)
-        elif hello.takes_used_elsewhere:  # the parts in grants say the same
+        elif hello.takes_used_elsewhere:  # grants say the same
             self._other_use.tell(self)
 
     def _cancel(self, cancel: pb.Cancel) -> None:
         for turn in self._running:
-            if turn.pop((cancel.request_id, cancel.attempt), None) is not None and self._grants is not None:
+            answer = turn.pop((cancel.request_id, cancel.attempt), None)
+            if answer is not None and answer.meter is not None:
+                answer.meter.ended()
+            if answer is not None and self._grants is not None:
                 self._grants.ended()
 
     async def events(self) -> AsyncIterator[pb.Event]:
@@ -243,7 +253,8 @@ class GatewayStream:
     def answer(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         """Give an accepted request a token in each step from now on."""
         turn = min(self._running, key=len)
-        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
+        meter = None if self._grants is None else self._grants.began(self, submit)
+        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens, meter)
         self._asked.set()
 
     def _reply(self, **kind: Any) -> None:
@@ -261,15 +272,17 @@ class GatewayStream:
         self.num_generated += len(outputs)
         for answer in turn.values():
             self._other_use.used(self, answer.fairness_key, answer.num_computed, 1)
+            if answer.meter is not None:
+                answer.meter.answered(1)
         for stream, event in self._other_use.due():
             stream.send(event)
         ended = [request for request, answer in turn.items() if answer.is_over]
         for request in ended:
-            del turn[request]
-        if self._grants is not None and outputs:
-            self._grants.answered(self, len(outputs))
-            if ended:
-                self._grants.ended()
+            meter = turn.pop(request).meter
+            if meter is not None:
+                meter.ended()
+        if self._grants is not None and ended:
+            self._grants.ended()
         return outputs
 
     async def _wait(self) -> None:

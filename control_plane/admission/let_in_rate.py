@@ -19,24 +19,20 @@ What is longer is a hang, and no measure of a rate."""
 
 @dataclass
 class LetInRate:
-    """The work of waiting requests that is let in per second of a worker's time, while any waits.
+    """The work of waiting requests that is let in per second of a worker's time, at all gateways, while any waits here.
 
-    Work is in tokens of an answer. A worker's second counts for this gateway as far as the worker's grants give it to
-    this gateway: 0.5 of it while another one that waits as much has the other half. So what is measured is what workers
-    can do, and holds when there are more of them, or when other gateways begin to wait.
+    Work is in tokens of an answer. What is measured is what workers can do, whichever gateways use it, and holds when
+    there are more of them.
 
     Times without a waiting request do not count: then the rate is that of arrivals, and tells nothing. Times without
     a worker do not count either, nor times in which workers hang: who waits then waits for a worker.
     """
 
-    _part: float = 1.0
     _num_workers: int = 1
     _busy_since: float | None = None
     _idle_since: float = -math.inf
     _seconds: float = 0.0
-    """Of workers, for this gateway, while any waited; the sums forget what is long ago."""
-    _worker_seconds: float = 0.0
-    """Of workers, for all gateways."""
+    """Of workers, while any waited; the sums forget what is long ago."""
     _gaps: float = 0.0
     """Seconds of the clock in that."""
     _gap: float = 0.0
@@ -58,26 +54,22 @@ class LetInRate:
         return self._work / self._num_recent if self._num_recent else 0.0
 
     def per_second(self, now: float) -> float:
-        """Return the work that is let in per second now; 0.0 while too little is known, and without a worker.
-
-        The gateway's part counts half as it is, and half as it was on average: an unusual part does not last.
-        """
+        """Return the work that is let in per second now; 0.0 while too little is known, and without a worker."""
         self._advance(now)
         if not self.is_measured or not self._num_workers:
             return 0.0
-        usual_part = self._seconds / self._worker_seconds
-        return self._work / self._seconds * self._num_workers * (usual_part + self._part) / 2
+        return self._work / self._seconds * self._num_workers
 
-    def changed(self, part: float, num_workers: int, now: float) -> None:
-        """From now on the gateway has that part of so many workers."""
+    def changed(self, num_workers: int, now: float) -> None:
+        """From now on there are so many workers."""
         self._advance(now)
-        self._part, self._num_workers = part, num_workers
+        self._num_workers = num_workers
 
     def waits(self, now: float) -> None:
         """At least one request waits from now on."""
         self._advance(now)
         if self._busy_since is None and now - self._idle_since > _LULL_SECONDS:
-            self._seconds = self._worker_seconds = self._gaps = self._work = self._num_recent = 0.0
+            self._seconds = self._gaps = self._work = self._num_recent = 0.0
             self._num_let_in, self._longest_gap = 0, _LEAST_GAP_SECONDS
         if self._busy_since is None:
             self._gap = 0.0
@@ -87,11 +79,12 @@ class LetInRate:
         self._advance(now)
         self._busy_since, self._idle_since = None, now
 
-    def let_in(self, work: float, now: float) -> None:
+    def let_in(self, work: float, now: float, num_requests: int = 1) -> None:
+        """Requests that have so much work together were let in, here or at other gateways."""
         self._advance(now)
         self._work += work
-        self._num_recent += 1
-        self._num_let_in += 1
+        self._num_recent += num_requests
+        self._num_let_in += num_requests
         self._gap = 0.0
         self._longest_gap = max(_LEAST_GAP_SECONDS, self._gaps * min(1.0, _MOST_GAPS / self._num_recent))
 
@@ -107,8 +100,7 @@ class LetInRate:
         if self._num_workers:
             seconds = max(0.0, min(now - self._busy_since, self._longest_gap - self._gap))
         kept = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
-        self._seconds = self._seconds * kept + seconds * self._part * self._num_workers
-        self._worker_seconds = self._worker_seconds * kept + seconds * self._num_workers
+        self._seconds = self._seconds * kept + seconds * self._num_workers
         self._gaps = self._gaps * kept + seconds
         self._work *= kept
         self._num_recent *= kept

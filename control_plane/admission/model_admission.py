@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from control_plane.admission.budgets import Budget
 from control_plane.admission.cached_shares import CachedShares
-from control_plane.admission.demands import Demands
+from control_plane.admission.elsewhere import AccountTurn, Elsewhere, LetIn
 from control_plane.admission.let_in_rate import LetInRate
 from control_plane.admission.prices import Prices
 from control_plane.admission.service_classes import ServiceClass
-from control_plane.admission.virtual_counters import VirtualCounters
 from control_plane.admission.waiting_demand import PrefillShare, WaitingDemand
+from tandem_runtime.demands import Demands
+from tandem_runtime.virtual_counters import AnswerMeter, VirtualCounters
 
 _NUM_ROUNDS = 4
 SURE = 0.6
@@ -95,30 +96,6 @@ class Full(Exception):
         self.limit = limit
 
 
-@dataclass
-class AnswerMeter:
-    """Charges an account for the tokens of one request's answers, beyond those that it was charged for in advance."""
-
-    _counters: VirtualCounters
-    _account: str
-    _prices: Prices
-    _num_in_advance: float = 0.0
-
-    def answered(self, num_tokens: float) -> None:
-        num_paid = min(self._num_in_advance, num_tokens)
-        self._num_in_advance -= num_paid
-        self._charge(num_tokens - num_paid)
-
-    def ended(self) -> None:
-        """Give back what the answers were shorter than predicted; idempotent."""
-        self._charge(-self._num_in_advance)
-        self._num_in_advance = 0.0
-
-    def _charge(self, num_tokens: float) -> None:
-        if num_tokens:
-            self._counters.charge(self._account, num_tokens * self._prices.ms_per_answer_token)
-
-
 class _Line:
     """The waiters of one class, by account and arrival."""
 
@@ -163,8 +140,7 @@ class ModelAdmission:
         self.counters = VirtualCounters()
         self.prices = Prices()
         self._demands = Demands()
-        self._asked = Demands()
-        """Tokens of prompts in place of milliseconds, of all requests: those that were refused, too."""
+        self._elsewhere = Elsewhere()
         self.cached = CachedShares()
         self.prefill_share = PrefillShare()
         self._moving: list[Waiter] = []
@@ -176,8 +152,8 @@ class ModelAdmission:
         self._num_arrived = 0
         self._workers: set[str] = set()
         """That have reported, and are still there."""
-        self._parts: dict[str, float] = {}
-        """Of the time of workers, which their grants give to this gateway."""
+        self._granting: set[str] = set()
+        """Those that grant."""
         self._rate = LetInRate()
 
     def __len__(self) -> int:
@@ -252,35 +228,19 @@ class ModelAdmission:
             return self._moving[0]
         return self._lines[max(self._lines)].first(self.counters) if self._lines else None
 
-    def refused(self, waiter: Waiter, now: float) -> None:
-        """A request may not wait: its account has asked for it all the same. It was noted if it has looked for room."""
-        if not waiter.has_come:
-            self._note_asked(waiter, now)
-
     def _came(self, waiter: Waiter, now: float) -> None:
         """A request looks for room, or begins to wait: note it once."""
         if not waiter.has_come:
             waiter.has_come = True
             self._demands.asked((waiter.service_class, waiter.account), waiter.cost_ms, now)
-            self._note_asked(waiter, now)
 
-    def _note_asked(self, waiter: Waiter, now: float) -> None:
-        self._asked.asked((waiter.service_class, waiter.account), waiter.num_tokens * waiter.num_choices, now)
-
-    def demand(self, now: float) -> WaitingDemand:
+    def demand(self) -> WaitingDemand:
         """Return what waits, for the workers that generate answers."""
-        return WaitingDemand.of(self, self.first(), self._asked_tokens(now))
+        return WaitingDemand.of(self, self.first(), self.counters.of)
 
-    def prompt_demand(self, now: float) -> WaitingDemand:
+    def prompt_demand(self) -> WaitingDemand:
         """Return what prefill workers would compute of that."""
-        return WaitingDemand.of_prompts(self, self.first(), self._asked_tokens(now), self.prefill_share)
-
-    def _asked_tokens(self, now: float) -> dict[str, float]:
-        """Return the tokens that each account has asked for lately."""
-        found: dict[str, float] = {}
-        for (_, account), num_tokens in self._asked.amounts(now):
-            found[account] = found.get(account, 0.0) + num_tokens
-        return found
+        return WaitingDemand.of_prompts(self, self.first(), self.counters.of, self.prefill_share)
 
     def let_in(self, waiter: Waiter, device_ms: float, now: float) -> None:
         """A request was sent to a worker, whose device its prompt takes for `device_ms`.
@@ -304,13 +264,27 @@ class ModelAdmission:
     def started(self, waiter: Waiter, num_computed_tokens: int, device_ms: float) -> AnswerMeter:
         """The workers have taken a request; the prices learn from its route. Return what charges for its answers."""
         self.prices.routed(num_computed_tokens, device_ms)
-        return AnswerMeter(self.counters, waiter.account, self.prices, waiter.num_answer_tokens)
+        counters, prices, account = self.counters, self.prices, waiter.account
+        return AnswerMeter(
+            lambda num_tokens: counters.charge(account, num_tokens * prices.ms_per_answer_token),
+            waiter.num_answer_tokens,
+        )
 
-    def granted(self, worker: str, part: float, now: float) -> None:
-        """A worker's grant gives this gateway that part of the worker's time, as far as requests wait."""
-        if self._parts.get(worker) != part:
-            self._parts[worker] = part
+    def granted(self, worker: str, turns: Iterable[AccountTurn], let_in: LetIn, now: float) -> None:
+        """A worker's grant tells what waits at other gateways, and what they have let in since its stream began.
+
+        Then accounts are in the worker's order here, and in the same at all gateways.
+        """
+        if worker not in self._granting:
+            self._granting.add(worker)
             self._count_workers(now)
+        new = self._elsewhere.take(worker, turns, let_in, now)
+        if not len(self):
+            return
+        if new.num_requests:
+            self._rate.let_in(new.work, now, new.num_requests)
+        token_ms = self.prices.ms_per_answer_token
+        self.counters.follow({account: token_ms * lead for account, lead in self._elsewhere.leads().items()})
 
     def stepped(self, worker: str, step_seconds: float, num_tokens: float, now: float) -> None:
         """A decode worker of the model has reported its steps since its last report.
@@ -340,7 +314,8 @@ class ModelAdmission:
 
     def worker_gone(self, worker: str, now: float) -> None:
         self._workers.discard(worker)
-        self._parts.pop(worker, None)
+        self._granting.discard(worker)
+        self._elsewhere.forget(worker)
         self._count_workers(now)
 
     def _weigh(self, waiter: Waiter) -> None:
@@ -348,12 +323,7 @@ class ModelAdmission:
         waiter.work = waiter.work or waiter.cost_ms / self.prices.ms_per_answer_token
 
     def _count_workers(self, now: float) -> None:
-        self._rate.changed(self._part, len(self._workers | self._parts.keys()), now)
-
-    @property
-    def _part(self) -> float:
-        """Return this gateway's part of a worker's time; 1.0 where workers do not tell."""
-        return sum(self._parts.values()) / len(self._parts) if self._parts else 1.0
+        self._rate.changed(len(self._workers | self._granting), now)
 
     def pass_by(self, waiter: Waiter, now: float) -> None:
         """A request need not wait: its account rejoins all the same."""
@@ -365,52 +335,53 @@ class ModelAdmission:
         """Predict when the turn of a request would come that comes now, or waits; None: nothing is known.
 
         Its account's counter has then grown by the account's requests before it. Until then the other accounts get
-        what their counters lack of that, as far as what waits and what they ask for goes.
+        what their counters lack of that, as far as what waits and what they ask for goes. What waits at other gateways
+        counts as what waits here.
         Until some were let in while others waited, a device is taken to do a second's work in a second.
         """
         token_ms = self.prices.ms_per_answer_token
-        assumed = 1000.0 * len(self._workers) * self._part
-        rate = self._rate.per_second(now) * token_ms or assumed
+        rate = self._rate.per_second(now) * token_ms or 1000.0 * len(self._workers)
         if not rate:
             return None
+        own_class = newcomer.service_class
         before, before_asked = sum(each.work for each in self._moving), 0.0
         for service_class, line in self._lines.items():
-            if service_class > newcomer.service_class:
+            if service_class > own_class:
                 before += sum(line.work.values())
-        own_line = self._lines.get(newcomer.service_class, _NOBODY)
-        half_ms, before_ms = token_ms * self._rate.mean_work / 2, token_ms * before
-        own_ms = token_ms * own_line.before(newcomer)
-        asked = {account: 0.0 for account in own_line.by_account if account != newcomer.account}
+        line = self._lines.get(own_class, _NOBODY)
+        others = {account: _Other(len(own), line.work[account]) for account, own in line.by_account.items()}
         for (service_class, account), rate_of_asker in self._demands.rates(now):
-            if service_class > newcomer.service_class:
+            if service_class > own_class:
                 before_asked += rate_of_asker
-            elif service_class == newcomer.service_class and account != newcomer.account:
-                asked[account] = rate_of_asker
-        counters, least_ms = self.counters, self.counters.least_ms
-        part = self._part_with(newcomer, now)
-        turn_ms = counters.rejoins_at(newcomer.account) + own_ms / part
-        others = []
-        for account, per_second in asked.items():
-            own = own_line.by_account.get(account, ())
-            used_ms = counters.of(account) if own else max(least_ms, counters.of(account))
-            if used_ms <= turn_ms:
-                waiting_ms = token_ms * own_line.work.get(account, 0.0)
-                lacking_ms = (turn_ms - used_ms) * counters.part_of(account)
-                others.append((waiting_ms, per_second, _before(lacking_ms, waiting_ms, len(own))))
+            elif service_class == own_class:
+                others.setdefault(account, _Other()).asked_ms = rate_of_asker
+        own_work = line.before(newcomer)
+        for (service_class, account), turn in self._elsewhere.waiting(now).items():
+            if service_class > own_class:
+                before += turn.work
+            elif service_class == own_class:
+                other = others.setdefault(account, _Other())
+                other.num += turn.num_requests
+                other.work += turn.work
+                own_work += turn.work if account == newcomer.account else 0.0
+        for (service_class, account), work_per_second in self._elsewhere.work_per_second(now).items():
+            if service_class > own_class:
+                before_asked += token_ms * work_per_second
+            elif service_class == own_class:
+                others.setdefault(account, _Other()).asked_ms += token_ms * work_per_second
+        own_ms, before_ms = token_ms * own_work, token_ms * before + token_ms * self._rate.mean_work / 2
+        turn_ms, least_ms = self.counters.rejoins_at(newcomer.account) + own_ms, self.counters.least_ms
+        lacking: list[tuple[_Other, float, float]] = []
+        for account, other in others.items():
+            used_ms = self.counters.of(account) if other.num else max(least_ms, self.counters.of(account))
+            if account != newcomer.account and used_ms <= turn_ms:
+                waiting_ms = token_ms * other.work
+                lacking.append((other, waiting_ms, _before(turn_ms - used_ms, waiting_ms, other.num)))
         seconds = 0.0
         for _ in range(_NUM_ROUNDS):  # the longer it takes, the more others have asked for by then
-            others_ms = sum(min(each + per_second * seconds, most) for each, per_second, most in others)
-            seconds = (before_ms + before_asked * seconds + own_ms + others_ms + half_ms) / rate
+            others_ms = sum(min(waiting_ms + other.asked_ms * seconds, most) for other, waiting_ms, most in lacking)
+            seconds = (before_ms + before_asked * seconds + own_ms + others_ms) / rate
         return seconds
-
-    def _part_with(self, newcomer: Waiter, now: float) -> float:
-        """Return the part of its account once a request that comes now counts to what the account asks for here."""
-        part = self.counters.part_of(newcomer.account)
-        asked = self._asked.amount((newcomer.service_class, newcomer.account), now)
-        if newcomer.has_come or not asked:
-            return part
-        num_tokens = newcomer.num_tokens * newcomer.num_choices
-        return (asked + num_tokens) / (asked / part + num_tokens)
 
     def too_late_seconds(self, newcomer: Waiter, budget: Budget, seconds: float, now: float) -> float | None:
         """Predict the wait of a request that comes now; None: it is well within `seconds` and its model's budget.
@@ -442,6 +413,16 @@ class ModelAdmission:
         num_batch = self._num_by_class[ServiceClass.BATCH]
         if waiter.service_class == ServiceClass.BATCH and num_batch >= self._bounds.max_batch:
             raise Full("batch", num_batch, self._bounds.max_batch)
+
+
+@dataclass
+class _Other:
+    """What an account has waiting at all gateways, in the class of a request whose wait is predicted."""
+
+    num: int = 0
+    work: float = 0.0
+    asked_ms: float = 0.0
+    """Device time that it asks for per second."""
 
 
 def _before(lacking_ms: float, waiting_ms: float, num_waiting: int) -> float:

@@ -25,6 +25,15 @@ class _Ratio:
         return self.numerator / self.denominator
 
 
+@dataclass(frozen=True)
+class PredictedWork:
+    """Device time of a request, in tokens of an answer."""
+
+    prompt: float = 0.0
+    answer: float = 0.0
+    """Of each choice."""
+
+
 @dataclass
 class Prices:
     """Moving averages of one model; device milliseconds. What is assumed holds until the first measurement."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 _MAX_ACCOUNTS = 16
+MOVING = 2
+"""The class of requests whose worker was lost: they go before all others."""
 _NEW_WEIGHT = 0.1
 """Of the latest request in a moving average."""
 _CHANGE = 1.25
@@ -18,9 +19,13 @@ class Waiting(Protocol):
     """A request that waits."""
 
     account: str
+    service_class: int
+    is_moving: bool
     num_tokens: int
     num_choices: int
     num_prefill_tokens: int | None
+    work: float
+    came_at: float
 
 
 @dataclass
@@ -37,6 +42,18 @@ class PrefillShare:
 
 
 @dataclass(frozen=True)
+class AccountDemand:
+    """Requests of one account and class that wait. Work is in tokens of an answer."""
+
+    account: str
+    service_class: int
+    num_requests: int
+    work: float
+    since: float
+    """When the first of them came."""
+
+
+@dataclass(frozen=True)
 class WaitingDemand:
     """A request with several answers counts as several."""
 
@@ -44,27 +61,23 @@ class WaitingDemand:
     num_requests: int = 0
     first_tokens: int = 0
     first_requests: int = 0
-    accounts: tuple[tuple[str, int], ...] = ()
-    """Those that wait with the most tokens, and what they have asked for lately, refused or not, in tokens of prompts.
-
-    Were it what waits, a gateway that gets less would let less wait, and get less again.
-    """
+    accounts: tuple[AccountDemand, ...] = ()
+    """Those that are next."""
 
     @classmethod
-    def of(cls, waiting: Iterable[Waiting], first: Waiting | None, asked: Mapping[str, float]) -> WaitingDemand:
-        """`asked`: tokens by account."""
+    def of(cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[str], float]) -> WaitingDemand:
+        """`used` returns an account's counter: the least is next."""
         if first is None:
             return cls()
-        num_requests, accounts = 0, Counter[str]()
-        for each in waiting:
-            num_requests += each.num_choices
-            accounts[each.account] += each.num_tokens * each.num_choices
+        found = list(waiting)
+        num_tokens = sum(each.num_tokens * each.num_choices for each in found)
+        num_requests = sum(each.num_choices for each in found)
         first_tokens = first.num_tokens * first.num_choices
-        return cls(accounts.total(), num_requests, first_tokens, first.num_choices, _asked_of(accounts, asked))
+        return cls(num_tokens, num_requests, first_tokens, first.num_choices, _accounts(found, used))
 
     @classmethod
     def of_prompts(
-        cls, waiting: Iterable[Waiting], first: Waiting | None, asked: Mapping[str, float], share: PrefillShare
+        cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[str], float], share: PrefillShare
     ) -> WaitingDemand:
         """Return the same for prefill workers: what they would compute of it, each prompt once.
 
@@ -72,33 +85,51 @@ class WaitingDemand:
         """
         if first is None:
             return cls()
-        num_known, num_unknown, accounts = 0, 0, Counter[str]()
+        num_unknown, num_tokens, found = 0, 0, []
         for each in waiting:
-            num_tokens = each.num_prefill_tokens
-            if num_tokens is None:
+            if each.num_prefill_tokens is None:
                 num_unknown += 1
-                accounts[each.account] += round(share.tokens * each.num_tokens)
-            elif num_tokens:
-                num_known += 1
-                accounts[each.account] += num_tokens
-        num_requests = num_known + round(share.requests * num_unknown)
+                num_tokens += round(share.tokens * each.num_tokens)
+            num_tokens += each.num_prefill_tokens or 0
+            if each.num_prefill_tokens != 0:
+                found.append(each)
+        num_requests = len(found) - num_unknown + round(share.requests * num_unknown)
         if not num_requests:
             return cls()
         first_tokens = first.num_tokens if first.num_prefill_tokens is None else first.num_prefill_tokens
-        num_tokens = max(accounts.total(), first_tokens)
-        of_accounts = _asked_of(accounts, asked)
-        return cls(num_tokens, num_requests, first_tokens or -(-num_tokens // num_requests), 1, of_accounts)
+        num_tokens = max(num_tokens, first_tokens)
+        first_tokens = first_tokens or -(-num_tokens // num_requests)
+        return cls(num_tokens, num_requests, first_tokens, 1, _accounts(found, used, has_choices=False))
 
     def differs(self, other: WaitingDemand) -> bool:
         """Whether workers should hear of this one after the other."""
         if (self.first_tokens, self.first_requests) != (other.first_tokens, other.first_requests):
             return True
-        if {account for account, _ in self.accounts} != {account for account, _ in other.accounts}:
+        if set(map(_head, self.accounts)) != set(map(_head, other.accounts)):
             return True
         pairs = (self.num_tokens, other.num_tokens), (self.num_requests, other.num_requests)
         return any(max(pair) > _CHANGE * min(pair) for pair in pairs)
 
 
-def _asked_of(accounts: Counter[str], asked: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
-    most = accounts.most_common(_MAX_ACCOUNTS)
-    return tuple((name, max(1, round(asked.get(name, num)))) for name, num in most if num)
+def _head(demand: AccountDemand) -> tuple[int, str, float]:
+    return demand.service_class, demand.account, demand.since
+
+
+def _accounts(
+    waiting: Sequence[Waiting], used: Callable[[str], float], *, has_choices: bool = True
+) -> tuple[AccountDemand, ...]:
+    by_account: dict[tuple[int, str], list[Waiting]] = {}
+    for each in waiting:
+        service_class = MOVING if each.is_moving else each.service_class
+        by_account.setdefault((service_class, each.account), []).append(each)
+    ranked = sorted(by_account, key=lambda each: (-each[0], used(each[1])))[:_MAX_ACCOUNTS]
+    return tuple(
+        AccountDemand(
+            account,
+            service_class,
+            sum(each.num_choices if has_choices else 1 for each in by_account[service_class, account]),
+            sum(each.work for each in by_account[service_class, account]),
+            min(each.came_at for each in by_account[service_class, account]),
+        )
+        for service_class, account in ranked
+    )

@@ -12,9 +12,10 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from control_plane.admission.budgets import BudgetTable
+from control_plane.admission.elsewhere import AccountTurn, LetIn
 from control_plane.admission.model_admission import (
     SURE,
     Bounds,
@@ -80,12 +81,16 @@ class AdmissionQueue:
     def demand(self, model_id: str) -> WaitingDemand:
         """Return what waits for a model."""
         room = self._rooms.get(model_id)
-        return room.demand(self._clock()) if room is not None else WaitingDemand()
+        return room.demand() if room is not None else WaitingDemand()
 
     def prompt_demand(self, model_id: str) -> WaitingDemand:
         """Return what prefill workers would compute of that."""
         room = self._rooms.get(model_id)
-        return room.prompt_demand(self._clock()) if room is not None else WaitingDemand()
+        return room.prompt_demand() if room is not None else WaitingDemand()
+
+    def now(self) -> float:
+        """Return the time by which requests wait."""
+        return self._clock()
 
     def num_waiting(self, model_id: str) -> int:
         room = self._rooms.get(model_id)
@@ -173,7 +178,6 @@ class AdmissionQueue:
         predicted = self.room(model_id).too_late_seconds(waiter, budget, seconds, self._clock())
         if predicted is not None:
             longest = longest_wait(budget, seconds)
-            self.room(model_id).refused(waiter, self._clock())
             self.counts.refused(model_id, "late")
             raise Overloaded(
                 f"{self.num_waiting(model_id)} requests wait for {model_id}, and this one would wait for about "
@@ -220,9 +224,9 @@ class AdmissionQueue:
         """A decode worker of the model has reported its steps since its last report."""
         self.room(model_id).stepped(worker, step_seconds, num_tokens, self._clock())
 
-    def granted(self, model_id: str, worker: str, part: float) -> None:
-        """A decode worker's grant gives this gateway that part of the worker's time, as far as requests wait."""
-        self.room(model_id).granted(worker, part, self._clock())
+    def granted(self, model_id: str, worker: str, turns: Iterable[AccountTurn], let_in: LetIn) -> None:
+        """A worker's grant tells of other gateways: what waits there, and what they have let in."""
+        self.room(model_id).granted(worker, turns, let_in, self._clock())
 
     def worker_gone(self, model_id: str, worker: str) -> None:
         self.room(model_id).worker_gone(worker, self._clock())
@@ -295,7 +299,6 @@ class AdmissionQueue:
 
     def _full(self, waiter: Waiter, full: Full) -> Overloaded:
         model_id = waiter.model_id
-        self.room(model_id).refused(waiter, self._clock())
         self.counts.refused(model_id, full.setting)
         if full.setting == "max_waiting":
             message = (

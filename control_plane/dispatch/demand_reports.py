@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
+from control_plane.admission.elsewhere import AccountTurn, LetIn
 from control_plane.admission.waiting_demand import WaitingDemand
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -64,15 +63,8 @@ class DemandReports:
         model = self._models.get(worker.info.card.model_id)
         sent = _NOTHING if model is None else model.sent_to(worker.role)
         if sent.num_requests:
-            self._links.report_waiting(worker.incarnation, _message(sent))
-
-    def take_parts(self, model_id: str, parts: Mapping[int, float]) -> None:
-        """Let accounts that wait at other gateways too have less here: what a grant says of them."""
-        model = self._models.get(model_id)
-        if model is not None:
-            accounts = [name for name, _ in model.sent_to(self._roles[-1]).accounts]
-            here = {name: parts.get(_digest(name), 1.0) for name in accounts}
-            self._queue.room(model_id).counters.wait_elsewhere(here)
+            num_workers = len(self._registry.workers_of(worker.info.card.model_id))
+            self._links.report_waiting(worker.incarnation, _message(sent, self._queue.now(), num_workers))
 
     def close(self) -> None:
         for model in self._models.values():
@@ -92,16 +84,15 @@ class DemandReports:
         model.timer = None
         if not model.is_changed:
             if not any(demand.num_requests for demand in model.sent.values()):
-                self._queue.room(model_id).counters.wait_nowhere()
                 del self._models[model_id]
             return
         model.is_changed = False
-        messages, num_workers = {}, 0
-        for role in self._roles:
-            demand = self._demand(model_id, role)
-            if demand.differs(model.sent_to(role)):
-                model.sent[role], messages[role] = demand, _message(demand)
-        for worker in self._registry.workers_of(model_id) if messages else ():
+        demands = {role: self._demand(model_id, role) for role in self._roles}
+        changed = {role: demand for role, demand in demands.items() if demand.differs(model.sent_to(role))}
+        model.sent.update(changed)
+        num_workers, workers = 0, self._registry.workers_of(model_id) if changed else []
+        messages = {role: _message(each, self._queue.now(), len(workers)) for role, each in changed.items()}
+        for worker in workers:
             if (message := messages.get(worker.role)) is not None:
                 num_workers += self._links.report_waiting(worker.incarnation, message)
         seconds = max(_LEAST_SECONDS, _SECONDS_PER_WORKER * num_workers)
@@ -112,18 +103,42 @@ class DemandReports:
         return self._queue.prompt_demand(model_id) if is_prefill else self._queue.demand(model_id)
 
 
-def _message(demand: WaitingDemand) -> pb.WaitingRequests:
-    accounts = [pb.AccountDemand(account=_digest(name), num_tokens=tokens) for name, tokens in demand.accounts]
+def _message(demand: WaitingDemand, now: float, num_workers: int) -> pb.WaitingRequests:
+    accounts = [
+        pb.AccountDemand(
+            fairness_key=each.account,
+            service_class=each.service_class,
+            num_requests=each.num_requests,
+            work=each.work,
+            waited_ms=max(0, int(1000 * (now - each.since))),
+        )
+        for each in demand.accounts
+    ]
     return pb.WaitingRequests(
         num_tokens=demand.num_tokens,
         num_requests=demand.num_requests,
         first_tokens=demand.first_tokens,
         first_requests=demand.first_requests,
+        num_workers=num_workers,
         accounts=accounts,
     )
 
 
-@lru_cache(maxsize=1024)
-def _digest(account: str) -> int:
-    """Return a number that is the same at every gateway."""
-    return int.from_bytes(hashlib.blake2b(account.encode(), digest_size=8).digest(), "little")
+def turns_of(grant: pb.Grant) -> list[AccountTurn]:
+    """Return what a worker's grant tells of all that waits."""
+    return [
+        AccountTurn(
+            each.fairness_key,
+            each.service_class,
+            each.lead,
+            each.num_elsewhere,
+            each.work_elsewhere,
+            each.work_per_second_elsewhere,
+        )
+        for each in grant.turns
+    ]
+
+
+def let_in_of(grant: pb.Grant) -> LetIn:
+    """Return what other gateways have let in since the stream began, as a grant tells."""
+    return LetIn(grant.work_elsewhere, grant.num_elsewhere)

@@ -19,7 +19,7 @@ from typing import Any
 from control_plane.admission.model_admission import Waiter
 from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
 from control_plane.dispatch.admission_queue import AdmissionQueue
-from control_plane.dispatch.demand_reports import DemandReports
+from control_plane.dispatch.demand_reports import DemandReports, let_in_of, turns_of
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderInput, EncodingRequest
@@ -297,7 +297,7 @@ class EncodingDispatch:
         """Take in a grant, and let the next part of the model look if it is within it."""
         model_id = worker.info.card.model_id
         self._unable.discard(worker.incarnation)
-        self._reports.take_parts(model_id, {each.account: each.part for each in grant.parts})
+        self.queue.granted(model_id, worker.incarnation, turns_of(grant), let_in_of(grant))
         self._let_look(model_id)
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:

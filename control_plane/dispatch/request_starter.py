@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from control_plane.admission.model_admission import Waiter
+from control_plane.admission.prices import PredictedWork
 from control_plane.dispatch.admission import NoRoom, RetryBudget, look_again_seconds
 from control_plane.dispatch.admission_queue import AdmissionQueue, waiter_of
 from control_plane.dispatch.doubts import ASK_NEXT, is_final
@@ -182,12 +183,15 @@ class RequestStarter:
         for room in the next turn of the loop, and does not wait for these workers' answer.
         """
         choices = [choice for choice in state.choices if not choice.is_over]  # over: prefill sent its only token
+        estimate = route.estimate(route.prefill or route.decodes[0])
+        num_tokens, device_ms = (estimate.num_computed_tokens, estimate.compute_ms) if estimate is not None else (0, 0)
+        prices = self._queue.room(waiter.model_id).prices
+        num_answer_tokens = waiter.num_answer_tokens / len(state.choices)
+        state.predict(PredictedWork(device_ms / prices.ms_per_answer_token, num_answer_tokens))
         waits = [self._wait_reserved(state, choices, self._submit_choices(state, choices, route, 0), route)]
         if route.prefill is not None and state.handle is not None:
             prefill = self._submitter.submit_prefill(state, route.prefill, route)
             waits.append(self._submitter.wait_accepted(state, prefill))
-        estimate = route.estimate(route.prefill or route.decodes[0])
-        num_tokens, device_ms = (estimate.num_computed_tokens, estimate.compute_ms) if estimate is not None else (0, 0)
         self._queue.room(waiter.model_id).prefill_share.sent(route.num_prefill_tokens, waiter.num_tokens)
         self._queue.let_in(waiter, device_ms)
         try:

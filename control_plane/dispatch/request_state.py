@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from control_plane.admission.model_admission import AnswerMeter
+from control_plane.admission.prices import PredictedWork
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.doubts import ASK_NEXT, Doubts
@@ -31,6 +31,7 @@ from tandem_runtime.errors import (
     TandemError,
 )
 from tandem_runtime.log import get_logger
+from tandem_runtime.virtual_counters import AnswerMeter
 
 log = get_logger(__name__)
 
@@ -128,6 +129,8 @@ class RequestState:
         self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
         self._num_avoided = 0
+        self.predicted = PredictedWork()
+        """Of the attempt: workers charge the account for it."""
         self._meter: AnswerMeter | None = None
         """Charges the account for the answer's tokens as they come; None: the request has not started."""
         self.doubts = Doubts()
@@ -242,6 +245,10 @@ class RequestState:
 
     def avoid_only(self, incarnations: Collection[str]) -> None:
         self._avoid = set(incarnations)
+
+    def predict(self, work: PredictedWork) -> None:
+        """The halves of an attempt are about to be sent: workers hear of their work."""
+        self.predicted = work
 
     def charge_to(self, meter: AnswerMeter) -> None:
         """Charge the tokens that come from now on to an account."""

@@ -9,7 +9,7 @@ from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.worker_rooms import Report, SentCall, WorkerRooms
 from control_plane.dispatch.admission_queue import AdmissionQueue
-from control_plane.dispatch.demand_reports import DemandReports
+from control_plane.dispatch.demand_reports import DemandReports, let_in_of, turns_of
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.routing.cost_model import PrefillEstimate, RoutingRequest
@@ -163,10 +163,8 @@ class RoomKeeper:
         model_id = worker.info.card.model_id
         if worker.role == pb.WORKER_ROLE_DECODE:
             self._decode_grants.add(model_id)
-            if grant.HasField("part"):
-                self._queue.granted(model_id, worker.incarnation, grant.part)
-        if self._reports is not None and (worker.role == pb.WORKER_ROLE_DECODE or model_id not in self._decode_grants):
-            self._reports.take_parts(model_id, {each.account: each.part for each in grant.parts})
+        if worker.role == pb.WORKER_ROLE_DECODE or model_id not in self._decode_grants:
+            self._queue.granted(model_id, worker.incarnation, turns_of(grant), let_in_of(grant))
         self._queue.reported(model_id, lambda waiter: self._has_room(worker, waiter), may_offer=False)
 
     def _attached(self, worker: Worker) -> None:

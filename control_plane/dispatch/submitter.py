@@ -287,6 +287,7 @@ def prefill_submit(state: RequestState, worker: Worker, handle: pb.KvHandle | No
     handle = handle or state.handle
     assert handle is not None, "a prefill worker seals its blocks under a handle"
     submit = _base_submit(state, worker)
+    submit.work = state.predicted.prompt + state.predicted.answer * len(state.request.choice_seeds)
     submit.choice_seeds.extend(state.request.choice_seeds)
     submit.handle.CopyFrom(handle)
     return submit
@@ -299,6 +300,8 @@ def decode_submit(state: RequestState, choice: ChoiceState, worker: Worker) -> p
     blocks. A choice with tokens continues from them, and its block hashes cover prompt and tokens.
     """
     submit = _base_submit(state, worker)
+    submit.work_of_answer = state.predicted.answer
+    submit.work = state.predicted.answer + (0.0 if choice.index else state.predicted.prompt)
     submit.request_id = f"{state.request.request_id}-{choice.index}"
     submit.choice_index = choice.index
     submit.sampling.seed = state.request.choice_seeds[choice.index]
@@ -335,7 +338,7 @@ def _base_submit(state: RequestState, worker: Worker) -> pb.Submit:
         time_left_ms=max(0, int(state.seconds_left * 1000)),
         traceparent=state.traceparent,
         priority=request.priority,
-        fairness_key=request.fairness_key,
+        fairness_key=request.account,
     )
     if request.adapter is not None:
         submit.adapter.CopyFrom(pb.Adapter(name=request.adapter.name, digest=request.adapter.digest))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from control_plane.admission.budgets import NO_BUDGET, Budget
 from control_plane.admission.model_admission import (
-    AnswerMeter,
     Bounds,
     Full,
     ModelAdmission,
@@ -23,6 +22,7 @@ from control_plane.simulator.hindsight import Hindsight, Shadow
 from control_plane.simulator.lines import Attempt, Hall, Reason
 from control_plane.simulator.policies.policy import AdmittingPolicy
 from control_plane.simulator.traces import TraceRequest
+from tandem_runtime.virtual_counters import AnswerMeter
 
 _OFFER_SECONDS = 0.5
 """As in `AdmissionQueue`: how often the first looks although reports show no room."""
@@ -182,7 +182,6 @@ class AdmissionLine:
 
     def _refuse(self, request: TraceRequest, waiter: Waiter, reason: Reason, now: float) -> None:
         room = self._room(request.model)
-        room.refused(waiter, now)
         self.shadows[request.number] = self._hindsights[request.model].refused(waiter, room, now)
         self._hall.refuse(request, reason, now)
 

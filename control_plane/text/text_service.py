@@ -467,7 +467,6 @@ def _token_request(prepared: PreparedPrompt, request_id: str, caller: Caller, op
         cache=prepared.cache,
         num_public_tokens=prepared.num_public_tokens,
         priority=opened.service_class,
-        fairness_key=caller.account,
         session_affinity=session_key(caller.account, model.model_id, caller.session_affinity or opened.asked.session),
         reject_if_busy=caller.reject_if_busy,
         adapter=model.adapter,

@@ -129,6 +129,40 @@ async def test_a_refusal_carries_a_grant_for_less_and_an_end_for_more() -> None:
         assert events[1].grant.num_tokens == 110 + 100
 
 
+async def test_an_account_is_charged_for_prompt_and_answer_and_gets_back_what_was_not_used() -> None:
+    async with granting() as here:
+        stream, other = attached(here), attached(here)
+
+        def ask(name: str, work: float, work_of_answer: float) -> None:
+            charged = submit(name, grant_tokens=10, fairness_key="greedy", work=work, work_of_answer=work_of_answer)
+            here.front.submit(stream, charged)
+
+        def tell() -> None:
+            for each, account in ((stream, "greedy"), (other, "small")):
+                demand = waits(1000, 10, 100)
+                demand.waiting.accounts.add(fairness_key=account, num_requests=10, work=100.0)
+                here.front.grants.demanded(each, demand)
+
+        async def lead() -> float:
+            """Return by how much the one account is ahead, as the next grant says."""
+            while not (events := [e for e in await received(stream, 1) if e.grant.turns]):
+                pass
+            return {turn.fairness_key: turn.lead for turn in events[0].grant.turns}["greedy"]
+
+        tell()
+        assert await lead() == 0
+        ask("short", 30.0, 20.0)
+        ask("long", 5.0, 1.0)
+        ask("refused", 1000.0, 900.0)
+        here.engine.emit(messages.Refused("refused.0", "kv_full", "why"))
+        assert await lead() == 35, "the refusal carries the next grant"
+        here.engine.emit(Reserved("short.0", 0))
+        here.engine.emit(Reserved("long.0", 0))
+        here.engine.emit(step(1, ("short.0", "long.0"), output("long.0", 3, [7, 7, 7])))
+        here.engine.emit(step(1, (), output("short.0", 3, [8], is_last=True)))
+        assert await lead() == (30 - 19) + (5 + 2), "one token of twenty, and three in place of one"
+
+
 async def test_what_a_gateway_does_not_count_takes_room_and_nothing_of_its_grants() -> None:
     async with granting() as here:
         stream, old = attached(here), GatewayStream()

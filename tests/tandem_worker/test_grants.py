@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem_worker.account_order import AccountDemand
 from tandem_worker.grants import RENEW_SECONDS, VALID_SECONDS, Demand, Grant, GrantDivider, Room
 from tandem_worker.worker_room import SlowStart
 
@@ -26,7 +27,7 @@ def divider_of(*names: str) -> GrantDivider[str]:
 
 
 def waits(num_requests: int, tokens_each: int = 50, **accounts: int) -> Demand:
-    by_account = {ord(name): num * tokens_each for name, num in accounts.items()}
+    by_account = tuple(AccountDemand(name, num_requests=num) for name, num in accounts.items())
     return Demand(num_requests * tokens_each, num_requests, tokens_each, 1, by_account)
 
 
@@ -63,32 +64,46 @@ def test_accounts_have_equal_parts_wherever_they_wait() -> None:
     assert [grants[name].num_requests for name in "ab"] == [10, 30], "half of x; half of x, and y"
 
 
-def test_a_grant_tells_the_gateways_part_of_the_worker() -> None:
+def test_a_grant_tells_what_waits_and_was_let_in_at_other_gateways() -> None:
     divider = divider_of("a", "b", "c")
-    assert [grant.part for grant in divider.divide(Room(10_000, 40), 0.0).values()] == [1.0] * 3, "none waits"
+    assert [grant.turns for grant in divider.divide(Room(10_000, 40), 0.0).values()] == [()] * 3, "none waits"
     divider.demanded("a", waits(60, x=60), 0.0)
-    divider.demanded("b", waits(80, x=60, y=20), 0.0)
-    grants = divider.divide(Room(10_000, 40), 1.0)
-    assert [grants[name].part for name in "abc"] == pytest.approx([1 / 4, 3 / 4, 1 / 3]), "c would have a third"
+    assert divider.divide(Room(10_000, 40), 1.0)["a"].turns == (), "nor elsewhere"
+    divider.demanded("b", waits(80, x=60, y=20), 1.0)
+    divider.let_in("b", "x", 7.0, 1.0)
+    grants = divider.divide(Room(10_000, 40), 2.0)
+    assert [(turn.account, turn.num_elsewhere) for turn in grants["a"].turns] == [("y", 20), ("x", 60)]
+    assert [turn.lead for turn in grants["a"].turns] == [turn.lead for turn in grants["b"].turns] == [0.0, 7.0]
+    assert [(turn.account, turn.num_elsewhere) for turn in grants["b"].turns] == [("y", 0), ("x", 60)]
+    told = [(grants[name].work_elsewhere, grants[name].num_elsewhere) for name in "abc"]
+    assert told == [(7.0, 1), (0.0, 0), (7.0, 1)]
+    assert [turn.num_elsewhere for turn in grants["c"].turns] == [20, 120], "it may get the next request"
     divider.detach("b")
-    assert divider.divide(Room(10_000, 40), 2.0)["a"].part == 1.0
+    assert divider.divide(Room(10_000, 40), 3.0)["a"].turns == ()
 
 
-def test_one_place_at_a_time_goes_to_each_in_turn_by_weight() -> None:
-    divider = divider_of("a", "b")
-    served: list[str] = []
+def test_one_place_at_a_time_goes_to_the_account_that_has_used_least_and_there_to_who_waits_longest() -> None:
+    divider, served = divider_of("a", "b"), list[str]()
+    oldest = {("a", "x"): 0.0, ("b", "x"): 0.5, ("b", "y"): 3.0}
     for step in range(40):
-        divider.seen("a", 1000)
-        divider.seen("b", 1000)
-        divider.demanded("a", waits(75), step * 0.01)
-        divider.demanded("b", waits(25), step * 0.01)
-        grants = divider.divide(Room(1000, 1), step * 0.01)
-        assert len(grants) == 1 or step == 0
-        name = next(name for name, grant in grants.items() if grant.num_requests > served.count(name))
-        divider.submitted(name, 50, step * 0.01)
+        now = 4.0 + step
+        for name in "ab":
+            divider.seen(name, 1000)
+            demands = [
+                AccountDemand(account, num_requests=50, work=50.0, waited_seconds=now - since)
+                for (gateway, account), since in oldest.items()
+                if gateway == name
+            ]
+            divider.demanded(name, Demand(50 * 50, 50 * len(demands), 50, 1, tuple(demands)), now)
+        grants = divider.divide(Room(1000, 1), now)
+        (name,) = [name for name, grant in grants.items() if grant.num_requests > served.count(name)]
+        account = "x" if name == "a" or served.count("b") % 3 == 1 else "y"
+        divider.submitted(name, 50, now)
+        divider.let_in(name, account, 1.0, now)
+        oldest[name, account] += 1.0
         served.append(name)
-    assert served.count("a") == 30
-    assert all(served[i : i + 4].count("b") == 1 for i in range(0, 40, 4))
+    assert served.count("a") == 10, "half of the one account; the other account is at b alone"
+    assert all(served[i : i + 4].count("a") == 1 for i in range(0, 40, 4))
 
 
 def test_what_a_gateway_uses_is_granted_anew_and_numbers_grow() -> None:
@@ -135,6 +150,20 @@ def test_grants_are_renewed_and_otherwise_sent_only_if_they_say_something() -> N
     divider.divide(ROOM, 0.0)
     assert divider.divide(ROOM, RENEW_SECONDS / 2) == {}
     assert divider.divide(ROOM, RENEW_SECONDS) == {"a": Grant(2, 1000, 10)}
+
+
+@pytest.mark.parametrize(("num_workers", "seconds"), [(1, 0.2), (200, 0.4), (10_000, 1.0)])
+def test_gateways_that_wait_hear_of_each_other_in_time_and_less_often_the_more_workers_tell(
+    num_workers: int, seconds: float
+) -> None:
+    divider = divider_of("a", "b")
+    for name in "ab":
+        divider.demanded(name, replace(waits(50, x=50), num_workers=num_workers), 0.0)
+    assert set(divider.divide(ROOM, 0.0)) == set("ab")
+    assert divider.divide(ROOM, seconds - 0.01) == {}
+    assert set(divider.divide(ROOM, seconds)) == set("ab")
+    divider.demanded("b", Demand(), seconds)
+    assert set(divider.divide(ROOM, 2 * seconds)) <= {"b"} or seconds == 1.0, "none is to be told of others"
 
 
 def test_a_gateway_that_needs_nothing_for_some_seconds_gets_no_grants_until_it_does() -> None:
@@ -232,10 +261,11 @@ def test_a_gateway_that_waits_for_something_else_keeps_the_room_from_nobody_for_
 
 def test_who_begins_to_wait_has_no_credit_for_idle_time() -> None:
     divider = divider_of("a", "b")
-    divider.demanded("a", waits(50), 0.0)
+    divider.demanded("a", waits(50, x=50), 0.0)
     for step in range(100):
         divider.submitted("a", 50, step * 0.01)
-    divider.demanded("b", waits(50), 1.0)
+        divider.let_in("a", "x", 1.0, step * 0.01)
+    divider.demanded("b", waits(50, y=50), 1.0)
     grants = divider.divide(Room(10_000, 20), 1.0)
     assert [grants[name].num_requests for name in "ab"] == [100 + 10, 10]
 

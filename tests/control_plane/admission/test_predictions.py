@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.admission.budgets import Budget
-from control_plane.admission.let_in_rate import LetInRate
+from control_plane.admission.elsewhere import AccountTurn, LetIn
 from control_plane.admission.model_admission import Bounds, ModelAdmission, Waiter
 from control_plane.admission.service_classes import ServiceClass
 
@@ -61,51 +61,64 @@ def test_an_account_in_debt_waits_for_those_that_have_had_less() -> None:
     assert wait_of("b") == pytest.approx(0.5 + 0.2, rel=0.05), "its own, one at 400 and the next one at 500"
 
 
-def test_an_account_that_is_served_elsewhere_too_waits_here_for_those_that_are_not() -> None:
+def test_what_waits_at_other_gateways_is_waited_for_as_what_waits_here() -> None:
     admission = ModelAdmission(BOUNDS)
     admission.stepped("w", 0.0, 0.0, 0.0)
     for account in ("a", "b"):
         for _ in range(10):
             admission.enter(Waiter("m", account, cost_ms=100.0), 0.0)
-    admission.counters.wait_elsewhere({"a": 0.5})
 
-    def wait_of(account: str) -> float | None:
+    def wait_of(account: str, *turns: AccountTurn) -> float | None:
+        admission.granted("w", turns, LetIn(), 1000.0)
         return admission.predicted_wait_seconds(Waiter("m", account, cost_ms=100.0), 1000.0)
 
-    assert wait_of("a") == pytest.approx(1.0 + 1.0, rel=0.05), "its own, and all ten of the other account"
-    assert wait_of("b") == pytest.approx(1.0 + 0.6, rel=0.05), "its own, and half as many of the one at both"
-    admission.granted("w", 0.5, 1000.0)
-    assert wait_of("b") == pytest.approx(2 * 1.6, rel=0.05), "another gateway has half of the worker"
+    own, other = AccountTurn("a", 0, 0.0, 10, 100.0, 0.0), AccountTurn("b", 0, 0.0, 0, 0.0, 0.0)
+    assert wait_of("a", own, other) == pytest.approx(2.0 + 1.0), "its own at both, and all ten of the other account"
+    assert wait_of("b", own, other) == pytest.approx(1.0 + 1.1), "its own, and as many of the one at both"
+    third = AccountTurn("c", 0, 0.0, 5, 50.0, 0.0)
+    assert wait_of("b", own, other, third) == pytest.approx(1.0 + 1.1 + 0.5), "nor is the third account here"
+    first = AccountTurn("d", 1, 900.0, 3, 30.0, 0.0)
+    assert wait_of("b", own, other, first) == pytest.approx(1.0 + 1.1 + 0.3), "a higher class goes before it"
+    in_debt = AccountTurn("c", 0, 300.0, 5, 50.0, 0.0)
+    assert wait_of("b", own, other, in_debt) == pytest.approx(1.0 + 1.1), "three seconds ahead"
+    asks = AccountTurn("c", 0, 0.0, 0, 0.0, 20.0)
+    assert wait_of("b", own, other, asks) == pytest.approx((1.0 + 1.1) / 0.8, rel=0.01), "a fifth of the worker"
+    assert wait_of("b") == pytest.approx(1.0 + 1.0), "they wait no more"
 
 
-def test_an_unusual_part_of_a_worker_counts_half_in_a_prediction() -> None:
-    rate = LetInRate()
-    rate.changed(0.2, 1, 0.0)
-    rate.waits(0.0)
-    for second in range(100):
-        rate.let_in(2.0, second + 0.5)
-    assert rate.per_second(100.0) == pytest.approx(2.0, rel=0.1)
-    rate.changed(0.6, 1, 100.0)
-    assert rate.per_second(100.0) == pytest.approx(4.0, rel=0.1), "2 at the usual part, 6 at that of now"
-    rate.changed(0.6, 2, 100.0)
-    assert rate.per_second(100.0) == pytest.approx(8.0, rel=0.1), "two workers do twice as much at once"
-    rate.changed(0.6, 0, 100.0)
-    assert rate.per_second(100.0) == 0.0
+def test_what_other_gateways_let_in_counts_to_the_rate() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.granted("w", (), LetIn(5000.0, 500), 0.0)
+    admission.enter(Waiter("m", "a", cost_ms=100.0), 0.0)
+    urgent = Waiter("m", "b", ServiceClass.PRIORITY, cost_ms=100.0)
+    for second in range(1, 60):
+        admission.granted("w", (), LetIn(5000.0 + 20.0 * second, 500 + 2 * second), float(second))
+    # 200 ms a second, and on average half a request of 100 goes before the next chance
+    assert admission.predicted_wait_seconds(urgent, 59.0) == pytest.approx(0.25, rel=0.05)
+    admission.granted("w", (), LetIn(0.0, 0), 59.0)  # a new stream begins at zero
+    assert admission.predicted_wait_seconds(urgent, 59.0) == pytest.approx(0.25, rel=0.05)
 
 
-def test_a_request_counts_to_the_part_of_its_account_that_it_waits_by() -> None:
-    """One request has come, and a third of what the account asks for: with the newcomer's it is a half."""
+def test_a_gateway_where_nothing_waits_knows_for_some_seconds_what_waits_at_others() -> None:
     admission = ModelAdmission(BOUNDS)
     admission.stepped("w", 0.0, 0.0, 0.0)
-    for _ in range(2):
-        admission.enter(Waiter("m", "other", cost_ms=100.0), 0.0)
-    admission.enter(Waiter("m", "a", num_tokens=10, cost_ms=100.0), 0.0)
-    admission.counters.wait_elsewhere({"a": 1 / 3})
-    newcomer = Waiter("m", "a", num_tokens=10, cost_ms=100.0)
-    assert admission._part_with(newcomer, 0.0) == pytest.approx(20 / 40)
-    admission.refused(newcomer, 0.0)
-    newcomer.has_come = True
-    assert admission._part_with(newcomer, 0.0) == pytest.approx(1 / 3), "the part that was told has it"
+    admission.granted("w", [AccountTurn("a", 0, 0.0, 10, 100.0, 0.0)], LetIn(), 0.0)
+    assert admission.predicted_wait_seconds(Waiter("m", "a"), 1.0) == pytest.approx(1.0), "else it would be let wait"
+    assert admission.predicted_wait_seconds(Waiter("m", "a"), 9.0) == 0.0, "the worker has told nothing since"
+
+
+def test_what_accounts_send_to_several_workers_adds_up_and_what_waits_does_not() -> None:
+    admission = ModelAdmission(BOUNDS)
+    admission.enter(Waiter("m", "a", cost_ms=1000.0), 0.0)
+    for worker in ("w1", "w2"):
+        admission.stepped(worker, 0.0, 0.0, 0.0)
+        admission.granted(worker, [AccountTurn("b", 0, 0.0, 1, 50.0, 20.0)], LetIn(), 1000.0)
+    # The two do 2,000 ms a second. b has 500 ms waiting, and sends each of them 200 ms a second.
+    predicted = admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=1000.0), 1000.0)
+    assert predicted == pytest.approx((1.0 + 0.5) / (2 - 0.4), rel=0.01)
+    admission.worker_gone("w2", 1000.0)
+    predicted = admission.predicted_wait_seconds(Waiter("m", "a", cost_ms=1000.0), 1000.0)
+    assert predicted == pytest.approx((1.0 + 0.5) / (1 - 0.2), rel=0.01)
 
 
 def test_what_others_will_ask_for_until_then_is_waited_for_too() -> None:

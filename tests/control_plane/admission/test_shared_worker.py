@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -15,7 +14,9 @@ import pytest
 from control_plane.admission.attachment import Attachment
 from control_plane.admission.attachment import Grant as Granted
 from control_plane.admission.budgets import Budget
+from control_plane.admission.elsewhere import AccountTurn, LetIn
 from control_plane.admission.model_admission import Bounds, ModelAdmission, Waiter
+from tandem_worker.account_order import AccountDemand
 from tandem_worker.grants import Demand, Grant, GrantDivider, Room
 
 PLACES, POOL_TOKENS = 9, 4096
@@ -27,10 +28,6 @@ MESSAGE_SECONDS = 0.002
 REPORT_SECONDS = 0.05
 MAX_WAITING = 20
 """Of one account at one gateway, without a budget."""
-
-
-def digest(account: str) -> int:
-    return int.from_bytes(hashlib.blake2b(account.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(eq=False)
@@ -45,8 +42,10 @@ class Gateway:
     num_refused: Counter[str] = field(default_factory=Counter)
 
     def demand(self, at: float) -> Demand:
-        now = self.admission.demand(at)
-        accounts = {digest(account): tokens for account, tokens in now.accounts}
+        now = self.admission.demand()
+        accounts = tuple(
+            AccountDemand(e.account, e.service_class, e.num_requests, e.work, at - e.since) for e in now.accounts
+        )
         return Demand(now.num_tokens, now.num_requests, now.first_tokens, now.first_requests, accounts)
 
 
@@ -94,10 +93,8 @@ class Fleet:
     def _granted(self, gateway: Gateway, grant: Grant) -> None:
         if gateway.name not in self.divider:
             return
-        accounts = [account for account, _ in gateway.admission.demand(self.now).accounts]
-        parts = {account: grant.parts.get(digest(account), 1.0) for account in accounts}
-        gateway.admission.counters.wait_elsewhere(parts)
-        gateway.admission.granted("w", grant.part, self.now)
+        turns = [AccountTurn(*astuple(each)) for each in grant.turns]
+        gateway.admission.granted("w", turns, LetIn(grant.work_elsewhere, grant.num_elsewhere), self.now)
         if gateway.attachment.granted(Granted(grant.number, grant.num_tokens, grant.num_requests, 2.0), self.now):
             self._report(gateway, grant.number)
         self.let_in(gateway)
@@ -109,7 +106,6 @@ class Fleet:
         is_full = self.budget.wait_seconds is None and num_waiting >= MAX_WAITING
         if is_full or predicted is not None:
             gateway.num_refused[account] += 1
-            gateway.admission.refused(waiter, self.now)
             return
         gateway.admission.enter(waiter, self.now)
         self.let_in(gateway)
@@ -149,6 +145,7 @@ class Fleet:
         if gateway.name not in self.divider:
             return
         self.divider.submitted(gateway.name, waiter.num_tokens, self.now)
+        self.divider.let_in(gateway.name, waiter.account, waiter.work, self.now)
         self.running[gateway.name] += 1
         assert self.running.total() <= PLACES, "it would have been refused"
         self.used[waiter.account] += PROMPT_TOKENS + ANSWER_TOKENS
@@ -157,7 +154,6 @@ class Fleet:
     def _ended(self, gateway: Gateway) -> None:
         if gateway.name in self.divider:
             self.running[gateway.name] -= 1
-            self.divider.answered(gateway.name, ANSWER_TOKENS)
             self.divide()
 
     def kill(self, gateway: Gateway) -> None:

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
-from control_plane.admission.demands import Demands
+from control_plane.admission.elsewhere import AccountTurn, LetIn
 from control_plane.admission.model_admission import Bounds, ModelAdmission, Waiter
 from control_plane.admission.service_classes import ServiceClass, class_of
-from control_plane.admission.virtual_counters import VirtualCounters
+from tandem_runtime.demands import Demands
+from tandem_runtime.virtual_counters import VirtualCounters
 
 BOUNDS = Bounds(1000, 1000)
 
@@ -197,32 +198,40 @@ def test_the_first_report_makes_what_was_charged_at_an_assumed_price_right() -> 
     assert admission.counters.of("a") == pytest.approx(10 * 2), "a later price is for later tokens"
 
 
-def test_an_account_whose_part_varies_gets_its_mean_part() -> None:
-    counters, served = VirtualCounters(), Counter[str]()
-    for account in ("spread", "here"):
-        counters.arrive(account)
-    for second in range(4000):
-        counters.wait_elsewhere({"spread": 0.1 if second % 8 < 4 else 0.5, "here": 1.0})
-        account = min(("spread", "here"), key=counters.of)
-        counters.charge(account, 1000.0)
-        served[account] += 1
-    assert served["spread"] / served["here"] == pytest.approx(0.3, rel=0.1)
-
-
-def test_parts_that_are_told_anew_leave_an_account_as_far_ahead_in_device_time() -> None:
+def test_leads_of_the_workers_make_the_order_and_the_account_that_is_next_here_keeps_its_counter() -> None:
     counters = VirtualCounters()
-    for account in ("spread", "here"):
+    for account in ("x", "y"):
         counters.arrive(account)
-    counters.wait_elsewhere({"spread": 0.25})
-    counters.charge("spread", 1000.0)
-    counters.wait_elsewhere({"here": 0.5})
-    assert counters.of("spread") == 4000.0, "it keeps its part"
-    counters.wait_elsewhere({"spread": 0.5})
-    assert counters.of("spread") == 2000.0
-    counters.wait_nowhere()
-    assert (counters.of("spread"), counters.part_of("spread")) == (1000.0, 1.0)
-    counters.wait_elsewhere({"unknown": 0.5})
-    assert not counters.knows("unknown")
+    counters.charge("x", 500.0)
+    counters.follow({"x": 20.0, "y": 300.0, "elsewhere": 0.0})
+    assert [counters.of(account) for account in ("x", "y", "elsewhere")] == [500.0, 780.0, 480.0]
+    counters.leave("x")
+    counters.leave("y")
+    counters.follow({"x": 0.0, "y": 0.0})
+    assert counters.of("y") == 780.0, "nothing waits here: the next report comes when something does"
+
+
+def test_at_several_workers_an_account_is_ahead_by_what_it_is_ahead_at_all_of_them() -> None:
+    admission = ModelAdmission(BOUNDS)
+    for account in ("x", "y"):
+        admission.enter(Waiter("m", account, cost_ms=10.0), 0.0)
+
+    def grant(worker: str, **leads: float) -> None:
+        turns = [AccountTurn(account, 0, lead, 1, 1.0, 0.0) for account, lead in leads.items()]
+        admission.granted(worker, turns, LetIn(), 0.0)
+
+    def first() -> str:
+        waiter = admission.first()
+        assert waiter is not None
+        return waiter.account
+
+    grant("w1", x=0.0, y=300.0)
+    assert first() == "x"
+    grant("w2", x=400.0, y=0.0)
+    assert first() == "y"
+    admission.worker_gone("w2", 0.0)
+    grant("w1", x=0.0, y=200.0)
+    assert first() == "x"
 
 
 def test_who_may_ask_for_which_class() -> None:
@@ -250,14 +259,3 @@ def test_what_an_account_asks_for_is_forgotten_and_so_are_accounts_beyond_a_numb
     for name in ("b", "c", "d"):
         demands.asked((0, name), 1.0, 2020.0)
     assert [account for (_, account), _ in demands.rates(2020.0)] == ["b", "c", "d"]
-
-
-def test_a_request_that_has_looked_for_room_and_is_refused_counts_once_to_what_its_account_asks_for() -> None:
-    admission = ModelAdmission(BOUNDS)
-    for account, looks in (("looked", True), ("not", False)):
-        waiter = Waiter("m", account, num_tokens=100)
-        if looks:
-            admission.pass_by(waiter, 0.0)
-        admission.refused(waiter, 0.0)
-        admission.enter(Waiter("m", account, num_tokens=100), 0.0)
-    assert dict(admission.demand(0.0).accounts) == {"looked": 200, "not": 200}

@@ -77,7 +77,7 @@ class AskingGateway(Harness):
 
     def begin(self, account: str, num_clients: int, max_tokens: int, **fields: Any) -> None:
         """Let clients ask for answers of `max_tokens`; `fields` are those of their requests."""
-        fields |= {"account": account, "fairness_key": account, "model_id": "m"}
+        fields |= {"account": account, "model_id": "m"}
         for client in range(num_clients):
             self.clients.append(asyncio.create_task(self._ask(f"{account}{client}", max_tokens, fields)))
 

@@ -25,6 +25,8 @@ SEATS, QUEUE, STEP, RATE = 8, 64, 40, 800
 WINDOW = RATE // 2
 LONG, MIDDLE = tuple(range(1, 101)) * 5, tuple(range(1, 101))
 NUM = len(PROMPT)
+ANSWER = RATE // 100
+"""An answer's token is assumed to take 10 ms: so many tokens of prompts."""
 
 
 class Device(SharedWorker):
@@ -38,7 +40,7 @@ class Device(SharedWorker):
         """Requests, and the tokens that are left to compute of each."""
         self.num_refused = self.num_steps = self.most_left = 0
         self.used: Counter[str] = Counter()
-        """Prompt tokens by account."""
+        """Device time by account, that of the answers included, in tokens of prompts."""
         self.is_computed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.engine.answer = self._command
 
@@ -56,6 +58,7 @@ class Device(SharedWorker):
             if num < num_left:
                 self.queue.appendleft((request, num_left - num))
                 continue
+            self.used[request.fairness_key] += ANSWER
             size = len(request.token_ids)
             outputs.append(output(request.request_id, size, [token_at(size)], is_last=True))
             self.is_computed[request.request_id.partition(".")[0]].set()

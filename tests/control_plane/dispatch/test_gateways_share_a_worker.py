@@ -135,7 +135,7 @@ async def test_a_gateway_that_dies_leaves_all_the_room_to_the_other() -> None:
 
 async def test_a_request_for_more_answers_than_a_new_worker_grants_has_its_turn_once_the_worker_is_idle() -> None:
     async with fleet(1) as (device, (gateway,)):
-        request = new_request(ANSWER, num_choices=SEATS + 1, model_id="m", fairness_key="a")
+        request = new_request(ANSWER, num_choices=SEATS + 1, model_id="m", account="a")
         asked = asyncio.create_task(gateway.dispatcher.submit(request))
         await until(lambda: len(device.running) == SEATS + 1)
         device.compute(SEATS + 1)

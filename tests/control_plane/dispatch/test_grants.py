@@ -82,7 +82,8 @@ async def test_workers_hear_what_waits_by_account_and_when_nothing_does_any_more
         demand = worker.waiting
         size = len(PROMPT)
         assert (demand.num_tokens, demand.first_tokens, demand.first_requests) == (3 * size, size, 1)
-        assert sorted(each.num_tokens for each in demand.accounts) == [size, 2 * size]
+        assert sorted((each.fairness_key, each.num_requests) for each in demand.accounts) == [("x", 1), ("y", 2)]
+        assert all(each.work > 0 for each in demand.accounts)
         stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=3, valid_ms=LIVE_MS))
         for each in waiting:
             assert await tokens_of(await each) == [answer()]  # type: ignore[arg-type]
@@ -109,31 +110,32 @@ async def test_a_worker_hears_that_a_lower_grant_has_come() -> None:
         await worker.until(lambda worker: [demand.grant_number for demand in worker.demands] == [2])
 
 
-async def test_an_account_that_waits_at_other_gateways_too_is_charged_for_what_it_gets_there() -> None:
+async def test_accounts_have_their_turns_in_the_workers_order() -> None:
     worker = worker_with(0, behave=only_accept)
     async with harness(worker, queue_seconds=60) as here:
         stream = await granted(here, worker)
-        waiting: list[asyncio.Task[Any]] = []
-        for account in "xy":
-            requests = [new_request(request_id=f"{account}-{i}", account=account) for i in range(4)]
-            waiting += [asyncio.create_task(here.dispatcher.submit(each)) for each in requests]
-            num = len(waiting)
-            # A change by a quarter is reported: the last of them may be too small a change.
-            await worker.until(lambda worker, num=num: 1.25 * worker.waiting.num_requests >= num)  # type: ignore[misc]
-            await until(lambda num=num: here.dispatcher.queue.num_waiting(MODEL) == num)  # type: ignore[misc]
-        await worker.until(lambda worker: len(worker.waiting.accounts) == 2)
-        accounts = {each.account for each in worker.waiting.accounts}
-        first = next(each.account for each in worker.demands[0].waiting.accounts)
-        assert len(accounts) == 2 and first in accounts
-        parts = [pb.AccountPart(account=first, part=0.3)]
-        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=5, valid_ms=LIVE_MS, parts=parts))
+        waiting = wait_for(here, MODEL, "xxxxyyyy")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 8)
+        turns = [turn("y", lead=0.0), turn("x", lead=1e6)]
+        stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=5, valid_ms=LIVE_MS, turns=turns))
         await worker.until(lambda worker: len(worker.submits) == 5)
-        num_of_x = sum(submit.request_id.startswith("x-") for submit in worker.submits)
-        assert num_of_x == 1, "it is charged thrice: two of three such requests are served elsewhere"
+        accounts = [submit.fairness_key for submit in worker.submits]
+        assert accounts == [*"yyyyx"], "x has used more of the worker, at other gateways"
         await end(waiting)
 
 
-async def test_a_wait_is_predicted_by_the_gateways_part_of_its_workers() -> None:
+async def test_a_worker_hears_what_a_request_is_charged_for() -> None:
+    worker = worker_with(2)
+    async with harness(worker) as here:
+        await granted(here, worker)
+        assert await tokens_of(await here.dispatcher.submit(new_request(account="x"))) == [answer()]
+        (submit,) = worker.submits
+        prices = here.dispatcher.queue.room(MODEL).prices
+        assert submit.fairness_key == "x" and 0 < submit.work_of_answer <= prices.answer_tokens
+        assert submit.work > submit.work_of_answer, "the prompt is computed there, too"
+
+
+async def test_a_wait_is_predicted_with_what_waits_at_other_gateways() -> None:
     worker = worker_with(0, behave=only_accept)
     async with harness(worker, queue_seconds=60) as here:
         stream = await granted(here, worker)
@@ -144,11 +146,17 @@ async def test_a_wait_is_predicted_by_the_gateways_part_of_its_workers() -> None
             found = here.dispatcher.queue.room(MODEL).predicted_wait_seconds(Waiter(MODEL, "x"), time.monotonic())
             return found or 0.0
 
-        whole = predicted()
-        assert whole > 0
-        stream.grant(pb.Grant(number=2, num_tokens=0, num_requests=0, valid_ms=LIVE_MS, part=0.25))
-        await until(lambda: predicted() == pytest.approx(4 * whole, rel=0.05))
+        own = predicted()
+        assert own > 0
+        waiting_here = sum(each.work for each in here.dispatcher.queue.room(MODEL))
+        turns = [turn("x", num_elsewhere=6, work_elsewhere=3 * waiting_here)]
+        stream.grant(pb.Grant(number=2, num_tokens=0, num_requests=0, valid_ms=LIVE_MS, turns=turns))
+        await until(lambda: predicted() == pytest.approx(4 * own, rel=0.05))
         await end(waiting)
+
+
+def turn(account: str, **fields: float) -> pb.AccountTurn:
+    return pb.AccountTurn(fairness_key=account, **fields)  # type: ignore[arg-type]
 
 
 async def test_a_refusal_brings_the_next_grant() -> None:

@@ -38,7 +38,7 @@ async def test_prefill_workers_hear_of_each_prompt_once_and_decode_workers_of_ea
         for worker in (prefill, decode):
             await worker.until(lambda worker: worker.waiting.num_requests == 3)
             assert worker.waiting.num_tokens == 3 * NUM and worker.waiting.first_tokens == NUM
-            assert sorted(each.num_tokens for each in worker.waiting.accounts) == [NUM, 2 * NUM]
+            assert sorted(each.num_requests for each in worker.waiting.accounts) == [1, 2]
         await end(waiting)
         await prefill.until(lambda worker: worker.waiting.num_requests == 0)
 
@@ -85,20 +85,23 @@ async def test_a_prompt_goes_to_the_prefill_worker_that_has_granted_it() -> None
         assert call.grant is not None and (call.grant.num_tokens, call.grant.num_requests) == (10 * NUM, 9)
 
 
-async def test_the_parts_of_accounts_are_those_that_decode_workers_tell() -> None:
+async def test_the_order_of_accounts_is_that_of_decode_workers() -> None:
     prefill, decode = granting("p", PREFILL, 1000), granting("d", DECODE, 1)
     async with harness(prefill, decode, queue_seconds=60) as here:
         await have_granted(here, prefill, decode)
         waiting = wait_for(here, MODEL, "xy")
         await decode.until(lambda worker: worker.waiting.num_requests == 2)
         counters = here.dispatcher.queue.room(MODEL).counters
-        before = counters.of("x")
-        part = pb.AccountPart(account=decode.waiting.accounts[0].account, part=0.25)
-        prefill.streams[-1].grant(pb.Grant(number=2, num_tokens=1, num_requests=1, valid_ms=LIVE_MS, parts=[part]))
-        await prefill.until(lambda worker: any(demand.grant_number == 2 for demand in worker.demands))
-        for account in "xy":
-            counters.charge(account, 100.0)
-        assert [counters.of(account) - before for account in "xy"] == [100.0, 100.0]
+
+        async def told(worker: ScriptedWorker) -> float:
+            """Return by how much x is before y once a worker has said that x has used more."""
+            turns = [pb.AccountTurn(fairness_key="y"), pb.AccountTurn(fairness_key="x", lead=100.0)]
+            worker.streams[-1].grant(pb.Grant(number=2, num_tokens=1, num_requests=1, valid_ms=LIVE_MS, turns=turns))
+            await worker.until(lambda worker: any(demand.grant_number == 2 for demand in worker.demands))
+            return counters.of("x") - counters.of("y")
+
+        assert await told(prefill) == 0.0
+        assert await told(decode) > 0.0
         await end(waiting)
 
 

@@ -8,12 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from control_plane import dispatch
-from control_plane.admission.model_admission import AnswerMeter
-from control_plane.admission.prices import Prices
-from control_plane.admission.virtual_counters import VirtualCounters
 from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.worker_call import WorkerCall
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.virtual_counters import AnswerMeter, VirtualCounters
 from tests.control_plane.dispatch.test_request_stream import PROMPT, new_stream
 
 _MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "update"}
@@ -51,10 +49,9 @@ def output(first: int, end: int) -> pb.TokenOutput:
 def test_an_account_is_charged_for_some_tokens_at_once_and_for_the_rest_at_the_end() -> None:
     """The first token of each answer came before the request had started."""
     state, counters = new_stream(num_choices=2).state, VirtualCounters()
-    prices = Prices(ms_per_answer_token=1.0)
     for choice in state.choices:
         state.receive(choice, output(0, 1))
-    state.charge_to(AnswerMeter(counters, "me", prices, 4.0))
+    state.charge_to(AnswerMeter(lambda num: counters.charge("me", num), 4.0))
     first, second = state.choices
     state.receive(first, output(1, 8))
     state.receive(second, output(1, 4))
@@ -70,7 +67,7 @@ def test_an_account_is_charged_for_some_tokens_at_once_and_for_the_rest_at_the_e
 def test_what_was_charged_in_advance_and_has_not_come_is_given_back_when_a_request_ends() -> None:
     state, counters = new_stream().state, VirtualCounters()
     counters.charge("me", 100.0)
-    state.charge_to(AnswerMeter(counters, "me", Prices(ms_per_answer_token=1.0), 50.0))
+    state.charge_to(AnswerMeter(lambda num: counters.charge("me", num), 50.0))
     state.receive(state.choices[0], output(0, 3))
     state.settle()
     assert counters.of("me") == 100.0 - 47.0

@@ -972,6 +972,8 @@ class Submit(message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     GRANT_TOKENS_FIELD_NUMBER: builtins.int
     PREFIX_WAIT_MS_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
+    WORK_OF_ANSWER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -1006,6 +1008,12 @@ class Submit(message.Message):
     """What the gateway counts of this request against its grants on this stream. Absent: nothing, and no request."""
     prefix_wait_ms: builtins.int
     """How long the worker may wait for what is at prefix_source, before it computes that itself. Absent: not known."""
+    work: builtins.float
+    """Predicted device time of prompt and answer, in tokens of an answer: what the account is charged with. It is 0 for
+    choices after the first.
+    """
+    work_of_answer: builtins.float
+    """the part of it that is charged in advance for the answer"""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -1065,10 +1073,12 @@ class Submit(message.Message):
         adapter: Adapter | None = ...,
         grant_tokens: builtins.int | None = ...,
         prefix_wait_ms: builtins.int | None = ...,
+        work: builtins.float = ...,
+        work_of_answer: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_wait_ms", b"_prefix_wait_ms", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "prefix_wait_ms", b"prefix_wait_ms", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_wait_ms", b"_prefix_wait_ms", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "prefix_wait_ms", b"prefix_wait_ms", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens", "_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_prefix_wait_ms", b"_prefix_wait_ms", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "grant_tokens", b"grant_tokens", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "prefix_wait_ms", b"prefix_wait_ms", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "work", b"work", "work_of_answer", b"work_of_answer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant_tokens: _TypeAlias = typing.Literal["grant_tokens"]  # noqa: Y015
     _WhichOneofArgType__grant_tokens: _TypeAlias = typing.Literal["_grant_tokens", b"_grant_tokens"]  # noqa: Y015
@@ -1190,6 +1200,7 @@ class WaitingRequests(message.Message):
     FIRST_TOKENS_FIELD_NUMBER: builtins.int
     FIRST_REQUESTS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
+    NUM_WORKERS_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     """of their prompts"""
     num_requests: builtins.int
@@ -1197,9 +1208,11 @@ class WaitingRequests(message.Message):
     """of the one that is next"""
     first_requests: builtins.int
     """answers that it asks for"""
+    num_workers: builtins.int
+    """that hear of this: the more there are, the less often each tells of other gateways"""
     @builtins.property
     def accounts(self) -> containers.RepeatedCompositeFieldContainer[AccountDemand]:
-        """those of which the most waits; empty: one account"""
+        """those that are next; empty: one account"""
 
     def __init__(
         self,
@@ -1209,32 +1222,45 @@ class WaitingRequests(message.Message):
         first_tokens: builtins.int = ...,
         first_requests: builtins.int = ...,
         accounts: abc.Iterable[AccountDemand] | None = ...,
+        num_workers: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accounts", b"accounts", "first_requests", b"first_requests", "first_tokens", b"first_tokens", "num_requests", b"num_requests", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accounts", b"accounts", "first_requests", b"first_requests", "first_tokens", b"first_tokens", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "num_workers", b"num_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class AccountDemand(message.Message):
+    """Requests of one account and class. Work is predicted device time, in tokens of an answer."""
+
     DESCRIPTOR: descriptor.Descriptor
 
-    ACCOUNT_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
-    account: builtins.int
-    """a digest of its name"""
-    num_tokens: builtins.int
-    """of prompts, that it has asked for lately at this gateway, refused or not"""
+    FAIRNESS_KEY_FIELD_NUMBER: builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
+    WAITED_MS_FIELD_NUMBER: builtins.int
+    fairness_key: builtins.str
+    """of the requests' Submits"""
+    service_class: builtins.int
+    """higher ones are served first; 2: requests whose worker was lost"""
+    num_requests: builtins.int
+    work: builtins.float
+    waited_ms: builtins.int
+    """by the first of them"""
     def __init__(
         self,
         *,
-        account: builtins.int = ...,
-        num_tokens: builtins.int = ...,
+        fairness_key: builtins.str = ...,
+        service_class: builtins.int = ...,
+        num_requests: builtins.int = ...,
+        work: builtins.float = ...,
+        waited_ms: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["account", b"account", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["fairness_key", b"fairness_key", "num_requests", b"num_requests", "service_class", b"service_class", "waited_ms", b"waited_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1250,8 +1276,9 @@ class Grant(message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     VALID_MS_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    PART_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
+    WORK_ELSEWHERE_FIELD_NUMBER: builtins.int
+    NUM_ELSEWHERE_FIELD_NUMBER: builtins.int
     number: builtins.int
     """grows by one with each grant of the stream"""
     num_tokens: builtins.int
@@ -1260,11 +1287,13 @@ class Grant(message.Message):
     """the number of Submits with grant_tokens since then"""
     valid_ms: builtins.int
     """it may be used for so long after it came"""
-    part: builtins.float
-    """of the worker's time, that this gateway gets as long as the same requests wait"""
+    work_elsewhere: builtins.float
+    """of other gateways' requests that have come since the stream began"""
+    num_elsewhere: builtins.int
+    """those requests"""
     @builtins.property
-    def parts(self) -> containers.RepeatedCompositeFieldContainer[AccountPart]:
-        """of accounts that wait at other gateways too"""
+    def turns(self) -> containers.RepeatedCompositeFieldContainer[AccountTurn]:
+        """of all that waits; empty: nothing waits at other gateways"""
 
     def __init__(
         self,
@@ -1273,36 +1302,51 @@ class Grant(message.Message):
         num_tokens: builtins.int = ...,
         num_requests: builtins.int = ...,
         valid_ms: builtins.int = ...,
-        parts: abc.Iterable[AccountPart] | None = ...,
-        part: builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_part", b"_part", "part", b"part"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_part", b"_part", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number", "part", b"part", "parts", b"parts", "valid_ms", b"valid_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__part: _TypeAlias = typing.Literal["part"]  # noqa: Y015
-    _WhichOneofArgType__part: _TypeAlias = typing.Literal["_part", b"_part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__part) -> _WhichOneofReturnType__part | None: ...
-
-@typing.final
-class AccountPart(message.Message):
-    DESCRIPTOR: descriptor.Descriptor
-
-    ACCOUNT_FIELD_NUMBER: builtins.int
-    PART_FIELD_NUMBER: builtins.int
-    account: builtins.int
-    """as in AccountDemand"""
-    part: builtins.float
-    """of what the account has asked for lately at gateways where it waits: that of this gateway"""
-    def __init__(
-        self,
-        *,
-        account: builtins.int = ...,
-        part: builtins.float = ...,
+        turns: abc.Iterable[AccountTurn] | None = ...,
+        work_elsewhere: builtins.float = ...,
+        num_elsewhere: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["account", b"account", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_elsewhere", b"num_elsewhere", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number", "turns", b"turns", "valid_ms", b"valid_ms", "work_elsewhere", b"work_elsewhere"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AccountTurn(message.Message):
+    """An account that waits at any gateway, or whose requests have come lately, in one class."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    FAIRNESS_KEY_FIELD_NUMBER: builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: builtins.int
+    LEAD_FIELD_NUMBER: builtins.int
+    NUM_ELSEWHERE_FIELD_NUMBER: builtins.int
+    WORK_ELSEWHERE_FIELD_NUMBER: builtins.int
+    WORK_PER_SECOND_ELSEWHERE_FIELD_NUMBER: builtins.int
+    fairness_key: builtins.str
+    service_class: builtins.int
+    lead: builtins.float
+    """work that it has used of the worker beyond the account that has used least, of those that wait"""
+    num_elsewhere: builtins.int
+    """requests that wait at other gateways"""
+    work_elsewhere: builtins.float
+    """of those"""
+    work_per_second_elsewhere: builtins.float
+    """that other gateways have sent the worker lately"""
+    def __init__(
+        self,
+        *,
+        fairness_key: builtins.str = ...,
+        service_class: builtins.int = ...,
+        lead: builtins.float = ...,
+        num_elsewhere: builtins.int = ...,
+        work_elsewhere: builtins.float = ...,
+        work_per_second_elsewhere: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["fairness_key", b"fairness_key", "lead", b"lead", "num_elsewhere", b"num_elsewhere", "service_class", b"service_class", "work_elsewhere", b"work_elsewhere", "work_per_second_elsewhere", b"work_per_second_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,16 +53,6 @@ class Demands:
             if (rate := weighted * factor) > _LEAST_RATE:
                 yield asker, rate
 
-    def amounts(self, now: float) -> Iterator[tuple[Asker, float]]:
-        """Yield who has asked, and for how much: what was asked for a half-life ago counts half."""
-        factor = 1 / self._weight(now)
-        for asker, weighted in self._sums.items():
-            yield asker, weighted * factor
-
-    def amount(self, asker: Asker, now: float) -> float:
-        """Return the same of one asker."""
-        return self._sums.get(asker, 0.0) / self._weight(now)
-
     def scale(self, factor: float) -> None:
         """The unit of costs has changed."""
         for asker in self._sums:

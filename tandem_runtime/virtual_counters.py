@@ -7,11 +7,10 @@ The next request is that of the account with the least counter. After "Fairness 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _MAX_KEPT = 10_000
 """Accounts whose counters are kept; of those without a waiting request, the least recently charged are dropped."""
-_LEAST_PART = 0.02
 
 
 class VirtualCounters:
@@ -21,8 +20,6 @@ class VirtualCounters:
         self._max_kept = max_kept
         self._used_ms: OrderedDict[str, float] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()
-        self._parts: dict[str, float] = {}
-        """Of accounts that wait, or have waited, at other gateways too."""
         self._floor_ms = 0.0
         """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
 
@@ -32,9 +29,9 @@ class VirtualCounters:
     def of(self, account: str) -> float:
         return self._used_ms.get(account, self._floor_ms)
 
-    @property
-    def num_waiting_accounts(self) -> int:
-        return len(self._num_waiting)
+    def __contains__(self, account: str) -> bool:
+        """Return whether requests of an account wait."""
+        return account in self._num_waiting
 
     def arrive(self, account: str) -> None:
         """A request begins to wait. An idle account rejoins at the least counter of those that wait: it saves nothing.
@@ -66,32 +63,22 @@ class VirtualCounters:
         """A request was let in."""
         self._floor_ms = self.of(account)
 
-    def wait_elsewhere(self, parts: Mapping[str, float]) -> None:
-        """Some accounts wait at other gateways too, and are served there: `parts` of what they wait for is here.
+    def follow(self, leads: Mapping[str, float]) -> None:
+        """Take over by how much each account is ahead of the one that is next anywhere.
 
-        An account with a third of its requests here is charged thrice, as if this gateway served all of them. Parts
-        vary: by how much device time an account is before the others stays as it is. Else an account would pay for a
-        request by the part of one moment, and get less the more its part varies. Others keep their parts.
+        The one that is next of those that wait here keeps its counter: others, of which nothing is told, compare to it.
         """
-        least_ms = self.least_ms
-        for account, part in parts.items():
-            before, self._parts[account] = self.part_of(account), part
-            ahead_ms = self.of(account) - least_ms
-            if ahead_ms > 0 and account in self._used_ms:
-                self._used_ms[account] = least_ms + ahead_ms * before / self.part_of(account)
-
-    def wait_nowhere(self) -> None:
-        """Nothing waits here: parts are told anew when something does."""
-        self.wait_elsewhere(dict.fromkeys(self._parts, 1.0))
-        self._parts.clear()
+        waiting = [account for account in leads if account in self._num_waiting]
+        if not waiting:
+            return
+        reference = min(waiting, key=leads.__getitem__)
+        base = self.of(reference) - leads[reference]
+        for account, lead in leads.items():
+            self._set(account, base + lead)
 
     def charge(self, account: str, device_ms: float) -> None:
         """Add what an account has used; a negative amount takes a charge back."""
-        self._set(account, self.of(account) + device_ms / self.part_of(account))
-
-    def part_of(self, account: str) -> float:
-        """Return which part of what an account asks for it asks for here."""
-        return max(_LEAST_PART, self._parts.get(account, 1.0))
+        self._set(account, self.of(account) + device_ms)
 
     def knows(self, account: str) -> bool:
         return account in self._used_ms
@@ -109,5 +96,25 @@ class VirtualCounters:
             for idle in self._used_ms:
                 if idle not in self._num_waiting:
                     del self._used_ms[idle]
-                    self._parts.pop(idle, None)
                     return
+
+
+class AnswerMeter:
+    """Charges for the tokens of one request's answers, beyond those that were charged for in advance."""
+
+    def __init__(self, charge: Callable[[float], None], num_in_advance: float) -> None:
+        """`charge` takes a number of tokens; a negative one takes a charge back."""
+        self._charge = charge
+        self._num_in_advance = num_in_advance
+
+    def answered(self, num_tokens: float) -> None:
+        num_paid = min(self._num_in_advance, num_tokens)
+        self._num_in_advance -= num_paid
+        if num_tokens > num_paid:
+            self._charge(num_tokens - num_paid)
+
+    def ended(self) -> None:
+        """Give back what the answers were shorter than predicted; idempotent."""
+        if self._num_in_advance:
+            self._charge(-self._num_in_advance)
+            self._num_in_advance = 0.0

@@ -40,7 +40,7 @@ GRACE_SECONDS = 1.0
 """Workers end a request at its deadline themselves. The gateway waits this much longer for workers that cannot."""
 MAX_UNREAD_TOKENS = 8192
 """Tokens of one request that may wait for a client that reads slower than its answer is generated."""
-_CHARGED_AT_ONCE = 8
+_CHARGED_AT_ONCE = 16
 """Tokens of a choice. To charge each by itself is a fifth of the time from a step's message to its unread tokens."""
 
 _FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

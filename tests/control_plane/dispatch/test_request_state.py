@@ -53,15 +53,15 @@ def test_an_account_is_charged_for_some_tokens_at_once_and_for_the_rest_at_the_e
         state.receive(choice, output(0, 1))
     state.charge_to(AnswerMeter(lambda num: counters.charge("me", num), 4.0))
     first, second = state.choices
-    state.receive(first, output(1, 8))
+    state.receive(first, output(1, 16))
     state.receive(second, output(1, 4))
     assert counters.of("me") == 0
-    state.receive(first, output(8, 10))
-    assert counters.of("me") == 9 - 4, "four were paid for"
+    state.receive(first, output(16, 18))
+    assert counters.of("me") == 17 - 4, "four were paid for"
     state.settle()
-    assert counters.of("me") == 9 + 3 - 4
+    assert counters.of("me") == 17 + 3 - 4
     state.settle()
-    assert counters.of("me") == 9 + 3 - 4
+    assert counters.of("me") == 17 + 3 - 4
 
 
 def test_what_was_charged_in_advance_and_has_not_come_is_given_back_when_a_request_ends() -> None:

@@ -24,9 +24,9 @@ from tandem_runtime.demands import Demands
 from tandem_runtime.virtual_counters import AnswerMeter, VirtualCounters
 
 _NUM_ROUNDS = 4
-SURE = 0.6
-"""A request may wait if its predicted wait is at most that part of what it may be: predictions are off by a fifth or
-more, and who waits in vain is refused late."""
+SURE = 0.5
+"""A request may wait if its predicted wait is at most that part of what it may be: others may ask for more than before
+by then, and who waits in vain is refused late."""
 _LAST = 0.9
 """Who has not had its turn by then gets none: the prompt takes time, too."""
 _LULL = 4.0

@@ -30,7 +30,6 @@ _MARGIN_SECONDS = 0.5
 """A Submit may be on its way for so long after its grant has expired at the gateway."""
 _DUE_SECONDS = 5.0
 """A request that waits longer for a grant that it fits has a turn: until then, what is free is kept for it."""
-_ACTIVE_SECONDS = 2.0
 UNUSED_SECONDS = 0.25
 """What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
 _IDLE_SECONDS = 5.0
@@ -123,7 +122,6 @@ class _Gateway:
     needed_at: float = float("-inf")
     """When it had its first grant, last used one or said what waits."""
     sent_at: float = float("-inf")
-    used_at: float = float("-inf")
     rank: int = 0
     """Its first turn in the division that is being made."""
     elsewhere: _Work = field(default_factory=_Work)
@@ -138,9 +136,6 @@ class _Gateway:
     @property
     def waits(self) -> bool:
         return self.demand.num_requests > 0
-
-    def is_active(self, now: float) -> bool:
-        return self.waits or now - self.used_at < _ACTIVE_SECONDS
 
     def is_due(self, now: float) -> bool:
         return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
@@ -239,7 +234,7 @@ class GrantDivider(Generic[_Key]):
         gateway.received.num_tokens += num_tokens
         gateway.received.num_requests += num_requests
         gateway.mean_tokens += (num_tokens / num_requests - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
-        gateway.used_at = gateway.needed_at = now
+        gateway.needed_at = now
         gateway.unmet_since = gateway.unused_since = None
 
     def let_in(self, key: _Key, account: str, work: float, now: float, service_class: int = 0) -> None:
@@ -308,7 +303,7 @@ class GrantDivider(Generic[_Key]):
         return shares
 
     def _give_to_waiting(self, room: Room, shares: dict[_Key, _Amount], left: _Amount, now: float) -> bool:
-        """Give room to what waits, in the order of virtual time. Return whether the rest is kept for one that waits.
+        """Give room to what waits, in its order. Return whether the rest is kept for one that waits.
 
         If there are places for all gateways, each of those that do not wait keeps one.
         """

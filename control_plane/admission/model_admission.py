@@ -164,6 +164,10 @@ class ModelAdmission:
         """Return how many wait, by class; classes that nobody waits in may be left out."""
         return dict(self._num_by_class)
 
+    def num_elsewhere(self, now: float) -> int:
+        """Return how many requests wait at other gateways, as workers have told lately."""
+        return sum(turn.num_requests for turn in self._elsewhere.waiting(now).values())
+
     def must_wait(self, waiter: Waiter) -> bool:
         """Whether a request that comes now is behind one that waits: of its class or a higher one, or moving."""
         if waiter.is_moving:

@@ -113,6 +113,7 @@ class AdmissionObject(TypedDict):
     service_class: Literal["batch", "default", "priority"]
     predicted_wait_ms: float
     num_waiting: int
+    num_waiting_elsewhere: int
     cost_ms: float
     used_ms: float
     grant: GrantObject | None

@@ -195,10 +195,12 @@ class AdmissionQueue:
     def standing(self, waiter: Waiter) -> Standing:
         """Return how a request stands that comes now, for its explanation."""
         room = self.room(waiter.model_id)
-        wait_seconds = (self._predicted_seconds(waiter) or 0.0) if room.must_wait(waiter) else 0.0
+        num_elsewhere = room.num_elsewhere(self._clock())
+        is_behind = room.must_wait(waiter) or num_elsewhere > 0
+        wait_seconds = (self._predicted_seconds(waiter) or 0.0) if is_behind else 0.0
         name = ServiceClass(waiter.service_class).name.lower()
         used_ms = room.counters.of(waiter.account)
-        return Standing(name, 1000.0 * wait_seconds, len(room), waiter.cost_ms, used_ms)
+        return Standing(name, 1000.0 * wait_seconds, len(room), waiter.cost_ms, used_ms, num_elsewhere)
 
     def _predicted_seconds(self, waiter: Waiter) -> float | None:
         return self.room(waiter.model_id).predicted_wait_seconds(waiter, self._clock())

@@ -53,7 +53,7 @@ def explanation_of(journal: Journal, gateway: str, *, with_texts: bool = False) 
         gateway=gateway,
         segments=segments_of(journal),
         phases=_phases(journal),
-        admission=_admission(journal),
+        admission=_admission(journal, is_local=route is not None and route.mode == "local"),
         route=route,
         moves=_moves(journal),
         usage=_usage(closing.usage) if closing is not None else _NO_USAGE,
@@ -419,13 +419,20 @@ def _hand_overs(journal: Journal, crossings: Mapping[tuple[str, int], ClassCross
         )
 
 
-def _admission(journal: Journal) -> AdmissionExplanation | None:
+def _admission(journal: Journal, *, is_local: bool) -> AdmissionExplanation | None:
+    """`is_local`: decode computed the prompt, perhaps after a prefill worker had accepted it too."""
     found = journal.history.standing
     if found is None:
         return None
-    grants = [_grant(journal, is_prefill=is_prefill) for is_prefill in (False, True)]
     return AdmissionExplanation(
-        found.service_class, found.predicted_wait_ms, found.num_waiting, found.cost_ms, found.used_ms, *grants
+        found.service_class,
+        found.predicted_wait_ms,
+        found.num_waiting,
+        found.cost_ms,
+        found.used_ms,
+        grant=_grant(journal, is_prefill=False),
+        prefill_grant=None if is_local else _grant(journal, is_prefill=True),
+        num_waiting_elsewhere=found.num_waiting_elsewhere,
     )
 
 

@@ -293,12 +293,15 @@ class AdmissionExplanation:
     """Of the decode worker. None: it granted nothing, and the gateway estimated its room."""
     prefill_grant: GrantExplanation | None = None
     """Of the prefill worker; None also if there was none."""
+    num_waiting_elsewhere: int = 0
+    """For the model, at other gateways, as the workers had told."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "service_class": self.service_class,
             "predicted_wait_ms": round(self.predicted_wait_ms, _DECIMALS),
             "num_waiting": self.num_waiting,
+            "num_waiting_elsewhere": self.num_waiting_elsewhere,
             "cost_ms": round(self.cost_ms, _DECIMALS),
             "used_ms": round(self.used_ms, _DECIMALS),
             "grant": self.grant.to_json() if self.grant is not None else None,

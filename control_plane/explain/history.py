@@ -97,6 +97,8 @@ class Standing:
     """Predicted device time of prompt and answer."""
     used_ms: float
     """Its account's virtual counter for the model: device time used, and skipped while it was idle."""
+    num_waiting_elsewhere: int = 0
+    """For its model, at other gateways, as the workers had told."""
 
 
 @dataclass(slots=True)

@@ -146,6 +146,8 @@ def _admission(admission: Mapping[str, Any]) -> Text:
     """Return how the request stood when it came: its class, the queue, its predicted cost and its account's use."""
     num_waiting, wait_ms = admission["num_waiting"], admission["predicted_wait_ms"]
     queue = f"{num_waiting:,} waited already" if num_waiting else "nobody waited"
+    if num_elsewhere := admission.get("num_waiting_elsewhere", 0):  # gateways of earlier releases do not tell
+        queue = f"{num_waiting:,} waited already at its gateway, {num_elsewhere:,} at others"
     wait = f", predicted wait {milliseconds(wait_ms)}" if wait_ms else ""
     return Text.assemble(
         ("When it came", "bold"),

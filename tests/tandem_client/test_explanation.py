@@ -135,6 +135,11 @@ def test_an_explanation_shows_how_the_request_stood_when_it_came() -> None:
     assert "grant 17 left 3 requests and 4,096 tokens at decode" in text
     assert "grant 2 left 1 requests and 500 tokens at prefill" in text
     at_once = replace(EXPLANATION, admission=AdmissionExplanation("default", 0.0, 0, 130.0, 0.0))
+    elsewhere = replace(
+        at_once, admission=AdmissionExplanation("default", 900.0, 0, 1.0, 0.0, num_waiting_elsewhere=12)
+    )
+    shown = _text(elsewhere.to_json(), width=120)
+    assert "class default, 0 waited already at its gateway, 12 at others, predicted wait 900.0 ms" in shown
     assert "class default, nobody waited\n" in re.sub(r" +\n", "\n", _text(at_once.to_json(), width=120))
     of_release_before = EXPLANATION.to_json()
     del of_release_before["admission"]

@@ -152,6 +152,8 @@ async def test_a_wait_is_predicted_with_what_waits_at_other_gateways() -> None:
         turns = [turn("x", num_elsewhere=6, work_elsewhere=3 * waiting_here)]
         stream.grant(pb.Grant(number=2, num_tokens=0, num_requests=0, valid_ms=LIVE_MS, turns=turns))
         await until(lambda: predicted() == pytest.approx(4 * own, rel=0.05))
+        standing = here.dispatcher.queue.standing(Waiter(MODEL, "x"))
+        assert (standing.num_waiting, standing.num_waiting_elsewhere) == (2, 6)
         await end(waiting)
 
 

@@ -1,7 +1,7 @@
 """Turns kept explanations into lines of a trace in Mooncake's form, without a text and without a hash.
 
-Hashes become numbers in the order in which they first appear. What happened is beside each request, under `tandem`, so
-that a simulated answer can be compared with the real one.
+Hashes and accounts become numbers in the order in which they first appear. What happened is beside each request, under
+`tandem`, so that a simulated answer can be compared with the real one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class TraceLines:
         self.num_left_out = 0
         self._start_ms: int | None = None
         self._numbers: dict[bytes, int] = {}
+        self._accounts: dict[str, int] = {}
         self._num_unknown = 0
 
     def lines(self, explanations: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -39,11 +40,14 @@ class TraceLines:
         if explained["operation"] not in _TEXT_OPERATIONS or not num_prompt_tokens or not num_answer_tokens:
             return None
         self._start_ms = explained["started_ms"] if self._start_ms is None else self._start_ms
+        admission = explained.get("admission")
         return {
             "timestamp": explained["started_ms"] - self._start_ms,
             "input_length": num_prompt_tokens,
             "output_length": num_answer_tokens,
             "hash_ids": self._hash_ids(explained.get("prompt_blocks"), num_prompt_tokens),
+            "account": f"account-{self._accounts.setdefault(explained['account'], len(self._accounts))}",
+            "service_tier": admission["service_class"] if admission else "default",
             "tandem": _outcome(explained),
         }
 

@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from control_plane.explain.explanation import (
+    AdmissionExplanation,
     CachedTokens,
     Candidate,
     Explanation,
@@ -121,6 +122,21 @@ def test_many_requests_of_one_model_go_into_a_file(
     assert [round(1000 * each.arrival) for each in read_trace(tmp_path / "trace.jsonl")] == [
         number // 3 for number in range(0, 30, 2)
     ]
+
+
+def test_accounts_are_numbers_and_classes_those_of_the_requests(
+    export: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    kept = []
+    for number, (account, service_class) in enumerate([("me", "batch"), ("you", "default"), ("me", "priority")]):
+        each = explanation(number, 1_000 + number, 600, None)
+        summary = replace(each.summary, account=account)
+        kept.append(replace(each, summary=summary, admission=AdmissionExplanation(service_class, 0.0, 0, 9.0, 0.0)))
+    path = tmp_path / "trace.jsonl"
+    path.write_text(export([*kept, explanation(3, 2_000, 600, None)])[1])
+    found = [(each.account, each.service_tier) for each in read_trace(path)]
+    assert [account for account, _ in found] == ["account-0", "account-1", "account-0", "account-0"]
+    assert [tier for _, tier in found] == ["batch", "default", "priority", "default"]
 
 
 def test_only_the_last_hours_are_written(export: Callable[..., tuple[int, str, str]]) -> None:

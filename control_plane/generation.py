@@ -390,6 +390,8 @@ class EncodingRequest:
     pooling: str = ""
     """Of embeddings: "mean", "cls" or "last"; "": the model's."""
     reject_if_busy: bool = False
+    priority: int = 0
+    """As of a TokenRequest."""
     history: History = field(default_factory=History, compare=False, repr=False)
     """What the dispatcher does for the request, for its explanation."""
 

@@ -6,7 +6,7 @@ Labels are bounded: models are ids of served models, classes and causes are name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -54,8 +54,10 @@ class AdmissionCounts:
             yield Observation(num, {"model": model_id, "cause": cause})
 
 
-def export(counts: AdmissionCounts, *num_granted: Callable[[], Mapping[str, int]]) -> None:
-    """`num_granted` return how many requests may be sent by grants, by model; they are called in any thread."""
+def export(counts: Sequence[AdmissionCounts], *num_granted: Callable[[], Mapping[str, int]]) -> None:
+    """`counts`: of different models. `num_granted` return how many requests may be sent by grants, by model; they are
+    called in any thread.
+    """
     meter = metrics.meter()
 
     def granted(options: CallbackOptions) -> Iterable[Observation]:
@@ -68,17 +70,23 @@ def export(counts: AdmissionCounts, *num_granted: Callable[[], Mapping[str, int]
         "tandem.admission.granted",
         [granted],
         "{request}",
-        "Requests that this gateway may still send by the grants of the decode and encode workers.",
+        "Requests that the last grants of the decode and encode workers leave this gateway.",
     )
     meter.create_observable_gauge(
-        "tandem.admission.waiting", [counts.waiting], "{request}", "Requests that wait for room, by class."
+        "tandem.admission.waiting",
+        [each.waiting for each in counts],
+        "{request}",
+        "Requests that wait for room, by class.",
     )
     meter.create_observable_gauge(
         "tandem.admission.predicted_wait",
-        [counts.predicted],
+        [each.predicted for each in counts],
         "s",
         "Predicted wait of the request that began to wait last; 0 while none waits.",
     )
     meter.create_observable_counter(
-        "tandem.admission.refusals", [counts.refusals], "{request}", "Requests refused for lack of room, by cause."
+        "tandem.admission.refusals",
+        [each.refusals for each in counts],
+        "{request}",
+        "Requests refused for lack of room, by cause.",
     )

@@ -373,7 +373,9 @@ def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
 def _part(request: EncodingRequest, inputs: Sequence[EncoderInput]) -> _Part:
     num_tokens = sum(each.num_tokens for each in inputs)
     # Costs are in tokens: they are compared with each other only.
-    waiter = Waiter(request.model.model_id, request.account, num_tokens=num_tokens, cost_ms=float(num_tokens))
+    waiter = Waiter(
+        request.model.model_id, request.account, request.priority, num_tokens=num_tokens, cost_ms=float(num_tokens)
+    )
     return _Part(request, inputs, num_tokens, waiter)
 
 

@@ -425,6 +425,7 @@ class _Opened:
             self.time_left.at,
             texts.pooling,
             caller.reject_if_busy or self.asked.reject_if_busy,
+            self.service_class,
         )
 
     def prompts(self, prepared: Sequence[PreparedPrompt], vocabulary: Vocabulary) -> list[Prompt]:

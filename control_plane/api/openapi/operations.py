@@ -287,8 +287,8 @@ def _tokens(model: str) -> Iterator[Operation]:
 
 
 def _encoders(model: str) -> Iterator[Operation]:
-    here: dict[str, Any] = {"parameters": (_EXPLAIN,)}
-    at_cloudflare: dict[str, Any] = {"parameters": (_ACCOUNT, _EXPLAIN), "error_format": "cloudflare"}
+    here: dict[str, Any] = {"parameters": (_SERVICE_TIER, _EXPLAIN)}
+    at_cloudflare: dict[str, Any] = {"parameters": (_ACCOUNT, _SERVICE_TIER, _EXPLAIN), "error_format": "cloudflare"}
     for prefix, name, common in (("/v1", "", here), (f"{_ACCOUNTS}/v1", "OfAccount", at_cloudflare)):
         yield Operation(
             "post", f"{prefix}/embeddings", OPENAI, f"createEmbeddings{name}", "Embed texts",
@@ -302,7 +302,7 @@ def _encoders(model: str) -> Iterator[Operation]:
         )  # fmt: skip
     yield Operation(
         "post", "/v2/rerank", OPENAI, "rerankV2", "The same as /v1/rerank, where Cohere's clients look",
-        parameters=(_EXPLAIN,),
+        parameters=(_SERVICE_TIER, _EXPLAIN),
         body=reference("RerankBody"), answer=reference("Ranking"),
         example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]},
     )  # fmt: skip

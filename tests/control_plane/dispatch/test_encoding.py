@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from opentelemetry.metrics import CallbackOptions
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from control_plane.admission.attachment import Attachment, Grant
+from control_plane.admission.service_classes import ServiceClass
 from control_plane.dispatch.encoding import MAX_CANDIDATES, MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -304,6 +306,22 @@ async def test_a_part_that_comes_passes_none_that_waits() -> None:
     fleet.grant("a", 55)
     assert [await first, await second] == [expected(inputs(50)), expected(inputs(5))]
     assert [len(request.inputs[0].token_ids) for _, request in fleet.calls] == [200, 20]
+
+
+async def test_texts_of_the_batch_class_wait_for_all_others() -> None:
+    fleet = Fleet("a")
+    fleet.grant("a", 0)
+    waiting = [asyncio.create_task(fleet.values(inputs(50), priority=ServiceClass.BATCH))]
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    waiting.append(asyncio.create_task(fleet.values(inputs(40))))
+    await until(lambda: len(fleet.dispatch.queue) == 2)
+    found = {each.attributes["class"]: each.value for each in fleet.dispatch.queue.counts.waiting(CallbackOptions())}  # type: ignore[index]
+    assert found == {"batch": 1, "default": 1}
+    fleet.grant("a", 50)
+    await until(lambda: len(fleet.calls) == 1)
+    fleet.grant("a", 50)
+    await asyncio.gather(*waiting)
+    assert [len(request.inputs[0].token_ids) for _, request in fleet.calls] == [160, 200]
 
 
 async def test_a_request_that_has_begun_is_not_refused_because_others_wait() -> None:

@@ -32,7 +32,6 @@ from tandem_worker.grant_sender import GrantSender
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import model_card
-from tandem_worker.other_use import OtherUse
 from tandem_worker.requests import ActiveRequest, GatewayStream, RequestTable, record_spans
 from tandem_worker.submit_reader import SubmitReader
 
@@ -55,7 +54,6 @@ class WorkerFront:
     ) -> None:
         """`grants`: tells gateways how much they may submit; None: they estimate it."""
         self.incarnation = incarnation
-        self.other_use = OtherUse[GatewayStream]()
         self.grants = grants or GrantSender(None)
         self.card: pb.ModelCard | None = None
         self._exactness = exactness
@@ -112,7 +110,6 @@ class WorkerFront:
 
     def detach(self, stream: GatewayStream) -> None:
         self._streams.discard(stream)
-        self.other_use.forget(stream)
         if not self._streams:
             self._has_no_streams.set()
         for request in self._requests:
@@ -212,8 +209,6 @@ class WorkerFront:
         self._sealed(done.sealed)
         for stream in streams:
             stream.flush(done.step)
-        for stream, event in self.other_use.due():
-            stream.send(event)
         self._offload.on_admitted(done.admitted)
         self.grants.stepped(done.stats, done.admitted)
         for filled in done.filled:
@@ -233,8 +228,6 @@ class WorkerFront:
         if output.is_last:
             request.ledger.MergeFrom(convert.ledger(output, request.submit))
             wire.ledger.CopyFrom(request.ledger)
-        num_computed = request.ledger.num_computed_tokens if output.is_last else 0
-        self.other_use.used(request.stream, request.submit.fairness_key, num_computed, len(output.token_ids))
         self._connector.on_output(request, output, wire)
         self.grants.answered(request, len(output.token_ids))
         request.stream.add(wire)

@@ -126,5 +126,3 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
     stream.send(pb.Event(hello=reply))
     if hello.uses_grants:
         front.grants.attach(stream)
-    elif hello.takes_used_elsewhere:  # the parts in grants say the same
-        front.other_use.tell(stream)

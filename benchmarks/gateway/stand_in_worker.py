@@ -31,7 +31,6 @@ from tandem_runtime.errors import Overloaded, TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 from tandem_runtime.virtual_counters import AnswerMeter
-from tandem_worker.other_use import OtherUse
 
 CONTEXT_LENGTH = 1 << 20
 """Tokens; an answer may be as long as a measurement."""
@@ -159,14 +158,12 @@ class GatewayStream:
         token_seconds: float,
         first_token_seconds: float = 0.0,
         has_room: Callable[[int], bool] = lambda num_own: True,
-        other_use: OtherUse[GatewayStream] | None = None,
         grants: SeatGrants | None = None,
     ) -> None:
-        """`has_room`: whether one more request may run, beside so many of this gateway. `other_use`: see there.
+        """`has_room`: whether one more request may run, beside so many of this gateway.
 
         `grants`: None: gateways estimate the room.
         """
-        self._other_use = other_use or OtherUse()
         self._grants = grants
         self._words = words
         self._first_token_seconds = first_token_seconds
@@ -198,8 +195,6 @@ class GatewayStream:
     def _greet(self, hello: pb.AttachHello) -> None:
         if self._grants is not None and hello.uses_grants:
             self._grants.attach(self)
-        elif hello.takes_used_elsewhere:  # grants say the same
-            self._other_use.tell(self)
 
     def _cancel(self, cancel: pb.Cancel) -> None:
         for turn in self._running:
@@ -271,11 +266,8 @@ class GatewayStream:
         outputs = [answer.next() for answer in turn.values()]
         self.num_generated += len(outputs)
         for answer in turn.values():
-            self._other_use.used(self, answer.fairness_key, answer.num_computed, 1)
             if answer.meter is not None:
                 answer.meter.answered(1)
-        for stream, event in self._other_use.due():
-            stream.send(event)
         ended = [request for request, answer in turn.items() if answer.is_over]
         for request in ended:
             meter = turn.pop(request).meter
@@ -328,7 +320,6 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._words = Words(folder)
         self._gateways: set[GatewayStream] = set()
         self._grants = SeatGrants(self._num_places, lambda: self._num_running) if num_seats else None
-        self._other_use: OtherUse[GatewayStream] = OtherUse()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
@@ -352,16 +343,13 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
-            self._other_use.forget(gateway)
             if self._grants is not None:
                 self._grants.detach(gateway)
             self._num_generated += gateway.num_generated
 
     def new_stream(self) -> GatewayStream:
         """Return what answers on one Attach stream."""
-        return GatewayStream(
-            self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._other_use, self._grants
-        )
+        return GatewayStream(self._words, self._token_seconds, self._first_token_seconds, self._has_room, self._grants)
 
     def _has_room(self, num_own: int) -> bool:
         if self._max_running and num_own >= self._max_running:

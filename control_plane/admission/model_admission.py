@@ -308,8 +308,9 @@ class ModelAdmission:
     def used_elsewhere(self, account: str, num_prompt_tokens: float, num_answer_tokens: float) -> None:
         """Other gateways' requests of an account have had so many tokens computed and sampled at the model's workers.
 
-        So all gateways that an account asks count it alike, and one that asks at many has no more turns. While nobody
-        waits here, that puts nobody in debt: accounts rejoin where it is.
+        For the simulator, whose workers grant nothing; from grants comes the same, and more (`turns`). So all gateways
+        that an account asks count it alike. While nobody waits here, that puts nobody in debt: accounts rejoin where it
+        is.
         """
         if self.counters.knows(account):
             if not len(self):

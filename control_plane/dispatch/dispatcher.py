@@ -23,7 +23,7 @@ from control_plane.dispatch.trials import Trials
 from control_plane.dispatch.wakeups import WakeupScheduler
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import DEFAULT_GRAIN, AccountPolicies, TokenRequest
 from control_plane.routing.router import Router
@@ -88,7 +88,6 @@ class Dispatcher:
         signer = handle_signer(secret, macs_until)
         router.health.ask_links(links.is_attached)
         links.listen(router.health.stream_broke)
-        links.listen_to_use(self._used_elsewhere)
         self._stalls = StallWatch(router.health)
         self._rooms = RoomKeeper(registry, links, router, self.queue, budgets, reports_waiting=reports_waiting)
         submitter = Submitter(
@@ -173,12 +172,6 @@ class Dispatcher:
     def body_prepared(self, model_id: str, num_bytes: int, num_tokens: int) -> None:
         """Learn how many bytes of a model's bodies make a token."""
         self.queue.room(model_id).prices.prepared(num_bytes, num_tokens)
-
-    def _used_elsewhere(self, worker: Worker, used: pb.UsedElsewhere) -> None:
-        """A worker tells what accounts have used of it at other gateways."""
-        room = self.queue.room(worker.info.card.model_id)
-        for use in used.accounts:
-            room.used_elsewhere(use.fairness_key, use.num_computed_tokens, use.num_sampled_tokens)
 
     @property
     def background(self) -> frozenset[asyncio.Task[Any]]:

@@ -84,22 +84,19 @@ class WorkerLink:
         turns: Turns | None = None,
         on_break: Callable[[Worker, int], None] = lambda worker, num_calls: None,
         on_attached: Callable[[Worker], None] = lambda worker: None,
-        on_used: Callable[[Worker, pb.UsedElsewhere], None] = lambda worker, used: None,
         on_grant: Callable[[Worker, pb.Grant], None] = lambda worker, grant: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
         `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
-        the worker has answered on a new one; `on_used` when it tells what requests of other gateways have used;
-        `on_grant` with each grant, after the refusal that carries it.
+        the worker has answered on a new one; `on_grant` with each grant, after the refusal that carries it.
         """
         self.worker = worker
         self.is_attached = False
         """Whether the worker has answered the hello of the stream that is open now."""
         self._on_break = on_break
         self._on_attached = on_attached
-        self._on_used = on_used
         self._on_grant = on_grant
         self._clock = clock
         self.uses_grants = False
@@ -113,7 +110,6 @@ class WorkerLink:
             gateway_id=gateway_id,
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=worker.incarnation,
-            takes_used_elsewhere=True,
             uses_grants=True,
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
@@ -263,8 +259,6 @@ class WorkerLink:
                 self.tables.opened(partial(_ask, self._commands) if event.hello.answers_tables else None)
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
                 self._on_attached(self.worker)
-            case "used_elsewhere":
-                self._on_used(self.worker, event.used_elsewhere)
             case "tables":
                 self.tables.received(event.tables)
 
@@ -330,7 +324,6 @@ class LinkPool:
         self._turns = Turns()
         self._listeners: list[Callable[[Worker, int], None]] = []
         self._attached_listeners: list[Callable[[Worker], None]] = []
-        self._use_listeners: list[Callable[[Worker, pb.UsedElsewhere], None]] = []
         self._grant_listeners: list[Callable[[Worker, pb.Grant], None]] = []
         registry.listen(self._changed)
 
@@ -348,10 +341,6 @@ class LinkPool:
     def listen_to_attached(self, on_attached: Callable[[Worker], None]) -> None:
         """Call `on_attached` when a worker has answered on a new stream."""
         self._attached_listeners.append(on_attached)
-
-    def listen_to_use(self, on_used: Callable[[Worker, pb.UsedElsewhere], None]) -> None:
-        """Call `on_used` when a worker tells what other gateways' requests have used of it."""
-        self._use_listeners.append(on_used)
 
     def listen_to_grants(self, on_grant: Callable[[Worker, pb.Grant], None]) -> None:
         """Call `on_grant` with each grant of a worker."""
@@ -397,10 +386,6 @@ class LinkPool:
         for listener in self._attached_listeners:
             listener(worker)
 
-    def _used(self, worker: Worker, used: pb.UsedElsewhere) -> None:
-        for listener in self._use_listeners:
-            listener(worker, used)
-
     def _granted(self, worker: Worker, grant: pb.Grant) -> None:
         for listener in self._grant_listeners:
             listener(worker, grant)
@@ -417,7 +402,6 @@ class LinkPool:
                 self._turns,
                 self._broke,
                 self._attached,
-                self._used,
                 self._granted,
             )
         elif is_here:

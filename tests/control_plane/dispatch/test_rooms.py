@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Overloaded
 from tests.control_plane.harness import FULL, Harness, answer, harness, new_request, tokens_of
 from tests.control_plane.scripted_worker import (
@@ -186,21 +185,6 @@ async def test_the_account_that_has_used_least_is_next_and_a_lower_class_comes_l
         order = [submit.request_id.partition("-")[0] for submit in worker.submits[2:]]
         assert order == ["s", "g", "h", "b"]
         assert [submit.priority for submit in worker.submits[2:]] == [0, 0, 0, -1]
-
-
-async def test_what_an_account_uses_at_other_gateways_counts_in_the_order_here() -> None:
-    full = ScriptedWorker("a", behave=refuse_with(FULL))
-    async with harness(full, queue_seconds=60) as here:
-        waiting = wait_for(here, MODEL, "xy")
-        room = here.dispatcher.queue.room(MODEL)
-        await until(lambda: len(room) == 2)
-        assert full.hellos[0].takes_used_elsewhere
-        use = pb.AccountUse(fairness_key="x", num_computed_tokens=100, num_sampled_tokens=50)
-        full.streams[-1].events.put_nowait(pb.Event(used_elsewhere=pb.UsedElsewhere(accounts=[use])))
-        await until(lambda: room.counters.of("x") > room.counters.of("y"))
-        first = room.first()
-        assert first is not None and first.account == "y"
-        await end(waiting)
 
 
 async def test_the_length_of_a_probes_answer_tells_nothing_of_others() -> None:

@@ -1132,7 +1132,6 @@ class AttachHello(message.Message):
     WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     TAKES_CHOICES_FIELD_NUMBER: builtins.int
     USES_GRANTS_FIELD_NUMBER: builtins.int
-    TAKES_USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     ANSWERS_TABLES_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
@@ -1142,8 +1141,6 @@ class AttachHello(message.Message):
     """in the worker's answer: it takes Command.choices"""
     uses_grants: builtins.bool
     """the gateway heeds grants and sends Demand; in the worker's answer: it sends grants"""
-    takes_used_elsewhere: builtins.bool
-    """in the gateway's hello: it takes Event.used_elsewhere"""
     answers_tables: builtins.bool
     """in the worker's answer: it answers Command.tables"""
     def __init__(
@@ -1154,12 +1151,11 @@ class AttachHello(message.Message):
         worker_incarnation: builtins.str = ...,
         takes_choices: builtins.bool = ...,
         uses_grants: builtins.bool = ...,
-        takes_used_elsewhere: builtins.bool = ...,
         answers_tables: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "takes_used_elsewhere", b"takes_used_elsewhere", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1707,7 +1703,6 @@ class Event(message.Message):
     FAILED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     GRANT_FIELD_NUMBER: builtins.int
-    USED_ELSEWHERE_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
@@ -1724,10 +1719,6 @@ class Event(message.Message):
         """only to a gateway whose hello has uses_grants"""
 
     @builtins.property
-    def used_elsewhere(self) -> UsedElsewhere:
-        """only to a gateway whose hello has takes_used_elsewhere and not uses_grants"""
-
-    @builtins.property
     def tables(self) -> TablesPart:
         """only to a gateway that has asked"""
 
@@ -1740,63 +1731,15 @@ class Event(message.Message):
         failed: Failed | None = ...,
         step: StepBatch | None = ...,
         grant: Grant | None = ...,
-        used_elsewhere: UsedElsewhere | None = ...,
         tables: TablesPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables", "used_elsewhere", b"used_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "used_elsewhere", "tables"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "tables"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-@typing.final
-class UsedElsewhere(message.Message):
-    """What requests of other gateways have used of this worker since the last such event, about once a second: each
-    gateway's order of accounts counts what they have used at all gateways.
-    """
-
-    DESCRIPTOR: descriptor.Descriptor
-
-    ACCOUNTS_FIELD_NUMBER: builtins.int
-    @builtins.property
-    def accounts(self) -> containers.RepeatedCompositeFieldContainer[AccountUse]: ...
-    def __init__(
-        self,
-        *,
-        accounts: abc.Iterable[AccountUse] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accounts", b"accounts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-@typing.final
-class AccountUse(message.Message):
-    DESCRIPTOR: descriptor.Descriptor
-
-    FAIRNESS_KEY_FIELD_NUMBER: builtins.int
-    NUM_COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
-    fairness_key: builtins.str
-    """of the requests' Submits"""
-    num_computed_tokens: builtins.int
-    """of prompts, counted as answers end"""
-    num_sampled_tokens: builtins.int
-    def __init__(
-        self,
-        *,
-        fairness_key: builtins.str = ...,
-        num_computed_tokens: builtins.int = ...,
-        num_sampled_tokens: builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["fairness_key", b"fairness_key", "num_computed_tokens", b"num_computed_tokens", "num_sampled_tokens", b"num_sampled_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class EncodeInput(message.Message):

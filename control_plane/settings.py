@@ -167,8 +167,9 @@ class ControlPlaneSettings(HandleSettings):
     )
     budgets: tuple[str, ...] = setting(
         DEFAULT_BUDGETS,
-        "budgets as MODEL=FIRST/NEXT, * for all others: seconds that a request may be predicted to wait for its turn, "
-        "else 429 at once; seconds per token of a worker's answers, beyond which no more are sent there; 0: no bound",
+        "budgets as MODEL=FIRST/NEXT, * for all others. FIRST: seconds; a request that is predicted to wait for more "
+        "than half of them gets 429 at once, one that has waited for 0.9 of them gets 429 then; 0: --queue-seconds "
+        "instead. NEXT: seconds per token of a worker's answers, beyond which no more are sent there; 0: no bound",
     )
     priority_accounts: tuple[str, ...] = setting(
         (), "accounts whose requests with service_tier priority are served before others; * for all"

@@ -12,7 +12,7 @@ Arrivals are random (Poisson, seeded), and nobody comes again. A greedy account 
 one for 10 % at one of them, and another one for 10 % at both. The same arrivals go through the simulator: what would
 have become of the refused, had all been accepted? `--gateways` compares numbers of gateways at 3 times the capacity,
 with stand-ins, and kills one. `--simulated` asks only the simulator, with the rates of stand-ins: one gateway at all
-loads, and 1, 2 and 4 gateways. `--prompts` compares with another checkout by turns, where prefill is what lacks: a
+loads. `--prompts` compares with another checkout by turns, where prefill is what lacks: a
 real prefill worker, long prompts, short answers. `--gateways-of` takes the gateways from another checkout, such as the
 commit before.
 """

@@ -1,4 +1,4 @@
-"""The times that a model's answers should keep: until the first token, and for each token after it."""
+"""The times that a model's answers should keep: the wait for their turn, and for each token after the first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 DEFAULT_BUDGETS = ("*=10/0.25",)
-"""Ten seconds until an answer begins, and four tokens a second, about the speed of reading."""
+"""Ten seconds until a request's turn, and four tokens a second, about the speed of reading."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Budget:
     """Seconds; None: no bound."""
 
     wait_seconds: float | None = None
-    """That a request may be predicted to wait: more is refused at once."""
+    """Until a request's turn. It may be predicted to wait for a part of that (`SURE`), and wait for 0.9 of it."""
     token_seconds: float | None = None
     """For each token after the first: a worker whose answers would be slower gets no more of them."""
 

@@ -1,8 +1,8 @@
 """Lets requests wait for a worker: in a room per model, so that a full or lost model delays no other.
 
-`ModelAdmission` decides who is next and who may wait. Nothing is tried on a timer: the next request looks for room when
-another has ended, when a worker reports room, comes or is attached. Once it was sent, the one behind it looks, in the
-next turn of the event loop: as many are let in at once as there is room for.
+`ModelAdmission` decides who is next and who may wait. Nothing is sent again on a timer: the next request looks for room
+when another has ended, when a worker reports room, comes or is attached. Once it was sent, the one behind it looks, in
+the next turn of the event loop: as many are let in at once as there is room for.
 """
 
 from __future__ import annotations

@@ -288,7 +288,8 @@ class AdmissionExplanation:
     cost_ms: float
     """Predicted device time of prompt and answer."""
     used_ms: float
-    """The account's virtual counter for the model: the device time that it has used."""
+    """The account's virtual counter for the model: the device time that it has used. Only differences between accounts
+    mean something: a counter begins at the least of those that wait."""
     grant: GrantExplanation | None = None
     """Of the decode worker. None: it granted nothing, and the gateway estimated its room."""
     prefill_grant: GrantExplanation | None = None

@@ -202,7 +202,7 @@ def test_goodput_and_shares_of_several_gateways_are_those_of_one(num_gateways: i
 
 
 def test_an_account_that_asks_little_at_each_of_four_gateways_gets_what_one_gateway_would_give() -> None:
-    """Its part at each gateway varies with every request. Three times what the worker can do, within ten seconds."""
+    """What it asks at each varies with every request. Three times what the worker can do, within ten seconds."""
 
     def parts_of(num_gateways: int) -> dict[str, float]:
         used: Counter[str] = Counter()
@@ -242,7 +242,7 @@ def test_a_burst_at_one_gateway_has_the_room_that_the_idle_other_kept_and_the_ot
     assert fleet.running[1] == 1, "before the eleven that wait at the first one"
 
 
-def test_a_gateway_that_has_had_less_gets_its_part_again_although_it_lets_less_wait() -> None:
+def test_a_gateway_that_has_had_less_gets_as_much_again_although_it_lets_less_wait() -> None:
     """One account asks at both, at first hardly at the second, then alike, within a budget of ten seconds.
 
     What waits follows what is served: as a measure of what each should get, it would keep any division as it is.

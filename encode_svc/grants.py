@@ -120,9 +120,9 @@ class EncodeGrants:
         if stream is None:
             return
         self._sent(stream, counted.number, counted.sum_tokens)
-        self._divider.let_in(stream, request.fairness_key, num_tokens, self._clock())
         if not stream.counts.came(counted.number, num_tokens):
             raise Cancelled("the call has ended at its gateway before it came")
+        self._divider.let_in(stream, request.fairness_key, num_tokens, self._clock(), request.priority)
 
     def changed(self) -> None:
         """Less is here than before, or the same."""

@@ -25,17 +25,20 @@ class Demands:
     all are read with one factor.
     """
 
-    def __init__(self, max_kept: int = _MAX_KEPT) -> None:
-        """`max_kept`: askers; the ones that asked least recently are dropped."""
+    def __init__(self, max_kept: int = _MAX_KEPT, began_at: float | None = None) -> None:
+        """`max_kept`: askers; the ones that asked least recently are dropped.
+
+        `began_at`: when the first request of anybody may have come; None: with the first that is told.
+        """
         self._max_kept = max_kept
-        self._began_at: float | None = None
-        self._base = 0.0
+        self.began_at = began_at
+        self._base = began_at or 0.0
         """When a request counts as it is."""
         self._sums: OrderedDict[Asker, float] = OrderedDict()
 
     def asked(self, asker: Asker, cost_ms: float, now: float) -> None:
-        if self._began_at is None:
-            self._began_at = self._base = now
+        if self.began_at is None:
+            self.began_at = self._base = now
         if now - self._base > _LONGEST_SECONDS:
             factor, self._base = self._weight(now), now
             self.scale(1 / factor)
@@ -46,7 +49,7 @@ class Demands:
 
     def rates(self, now: float) -> Iterator[tuple[Asker, float]]:
         """Yield who asks, and for how much; at first what was asked since the first request of anybody."""
-        seconds = max(_LEAST_SECONDS, now - (now if self._began_at is None else self._began_at))
+        seconds = max(_LEAST_SECONDS, now - (now if self.began_at is None else self.began_at))
         counted_seconds = (1 - 0.5 ** (seconds / _HALF_LIFE_SECONDS)) * _HALF_LIFE_SECONDS / math.log(2)
         factor = 1 / (self._weight(now) * counted_seconds)
         for asker, weighted in self._sums.items():

@@ -20,8 +20,12 @@ class VirtualCounters:
         self._max_kept = max_kept
         self._used_ms: OrderedDict[str, float] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()
+        self._waiting: dict[int, Counter[str]] = {}
+        """The same by class."""
         self._floor_ms = 0.0
-        """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
+        """The counter of the account that was let in last."""
+        self._floors: dict[int, float] = {}
+        """By class: where accounts rejoin while nobody of the class waits."""
 
     def __len__(self) -> int:
         return len(self._used_ms)
@@ -33,35 +37,45 @@ class VirtualCounters:
         """Return whether requests of an account wait."""
         return account in self._num_waiting
 
-    def arrive(self, account: str) -> None:
-        """A request begins to wait. An idle account rejoins at the least counter of those that wait: it saves nothing.
+    def arrive(self, account: str, service_class: int = 0, *, is_back: bool = False) -> None:
+        """A request begins to wait. An idle account rejoins at the least counter of its class: it saves nothing.
 
-        Call `leave` once the request waits no more.
+        What waits in another class is no measure: a batch may not be served for hours. Call `leave` once the request
+        waits no more. `is_back`: it has waited before, and was not idle.
         """
-        if account not in self._num_waiting:
-            self._set(account, self.rejoins_at(account))
+        of_class = self._waiting.setdefault(service_class, Counter())
+        if account not in of_class and not is_back:
+            self._set(account, self.rejoins_at(account, service_class))
+        of_class[account] += 1
         self._num_waiting[account] += 1
 
-    def rejoins_at(self, account: str) -> float:
+    def rejoins_at(self, account: str, service_class: int = 0) -> float:
         """Return the counter of an account whose request would begin to wait now."""
-        if account in self._num_waiting:
+        if account in self._waiting.get(service_class, ()):
             return self.of(account)
-        return max(self.of(account), self.least_ms)
+        least_ms = self.least_ms(service_class)
+        return max(self._used_ms.get(account, least_ms), least_ms)
 
-    @property
-    def least_ms(self) -> float:
-        """Return the least counter of the accounts that wait; where the last one was let in, if none does."""
-        return min(map(self.of, self._num_waiting), default=self._floor_ms)
+    def least_ms(self, service_class: int = 0) -> float:
+        """Return the least counter of the accounts that wait in a class; if none does, that of the last let in."""
+        waiting = self._waiting.get(service_class)
+        if waiting:
+            return min(map(self.of, waiting))
+        return self._floors.get(service_class, self._floor_ms)
 
-    def leave(self, account: str) -> None:
+    def leave(self, account: str, service_class: int = 0) -> None:
         """A request waits no more: it was let in, or its caller has left."""
-        self._num_waiting[account] -= 1
-        if not self._num_waiting[account]:
-            del self._num_waiting[account]
+        of_class = self._waiting[service_class]
+        for counter in (self._num_waiting, of_class):
+            counter[account] -= 1
+            if not counter[account]:
+                del counter[account]
+        if not of_class:
+            del self._waiting[service_class]
 
-    def let_in(self, account: str) -> None:
+    def let_in(self, account: str, service_class: int = 0) -> None:
         """A request was let in."""
-        self._floor_ms = self.of(account)
+        self._floor_ms = self._floors[service_class] = self.of(account)
 
     def follow(self, leads: Mapping[str, float]) -> None:
         """Take over by how much each account is ahead of the one that is next anywhere.
@@ -86,6 +100,8 @@ class VirtualCounters:
     def scale(self, factor: float) -> None:
         """The unit of what was charged so far has changed."""
         self._floor_ms *= factor
+        for service_class in self._floors:
+            self._floors[service_class] *= factor
         for account in self._used_ms:
             self._used_ms[account] *= factor
 

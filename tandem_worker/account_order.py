@@ -26,6 +26,9 @@ _MAX_ASKERS = 64
 _MAX_TOLD = 64
 """Accounts and classes that a gateway hears of: those that are next."""
 
+REST_CLASS = -1000
+"""Of requests whose account a gateway does not tell: those that it tells are next there."""
+
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -82,9 +85,11 @@ class AccountOrder(Generic[_Key]):
         if demands:
             self._waiting[key] = [_Waiting(each, now - each.waited_seconds) for each in demands]
         for each in demands:
-            self._used.arrive(each.account)
+            if each.service_class != REST_CLASS:
+                self._used.arrive(each.account, each.service_class)
         for gone in before:
-            self._used.leave(gone.demand.account)
+            if gone.demand.service_class != REST_CLASS:
+                self._used.leave(gone.demand.account, gone.demand.service_class)
 
     def charge(self, account: str, work: float) -> None:
         """An account uses the worker; a negative amount takes a charge back."""
@@ -98,8 +103,11 @@ class AccountOrder(Generic[_Key]):
     def let_in(self, key: _Key, account: str, work: float, now: float, service_class: int = 0) -> None:
         """A gateway's request has come: charge its account for the prompt and the predicted answer."""
         self._sent.asked((service_class, account), work, now)
-        self._sent_by.setdefault(key, Demands(_MAX_ASKERS)).asked((service_class, account), work, now)
-        self._used.let_in(account)
+        own = self._sent_by.setdefault(key, Demands(_MAX_ASKERS, self._sent.began_at))
+        own.asked((service_class, account), work, now)
+        self._used.arrive(account, service_class)  # it may not have waited: idle time is no credit
+        self._used.leave(account, service_class)
+        self._used.let_in(account, service_class)
         self._used.charge(account, work)
         self._mean_work += 0.1 * (work - self._mean_work)
 
@@ -134,7 +142,7 @@ class AccountOrder(Generic[_Key]):
         own = dict(self._sent_by[key].rates(now)) if key in self._sent_by else {}
         for asker, per_second in self._sent.rates(now):
             found[asker].work_per_second = max(0.0, per_second - own.get(asker, 0.0))
-        least = self._used.least_ms
+        least = min(self._used.of(each.demand.account) for waiting in self._waiting.values() for each in waiting)
         ranked = sorted(found, key=lambda each: (-each[0], self._used.of(each[1])))[:_MAX_TOLD]
         return [
             AccountTurn(

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tandem_worker.account_order import AccountDemand, AccountOrder, AccountTurn
+from tandem_worker.account_order import REST_CLASS, AccountDemand, AccountOrder, AccountTurn
 
 VALID_SECONDS = 2.0
 """A gateway may use a grant for so long after it has got it."""
@@ -32,13 +32,12 @@ _DUE_SECONDS = 5.0
 """A request that waits longer for a grant that it fits has a turn: until then, what is free is kept for it."""
 UNUSED_SECONDS = 0.25
 """What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
+_STUCK_SECONDS = 2.0
+"""What a gateway that waits leaves unused for so long, of a worker whose requests pass each other, is taken back."""
 _IDLE_SECONDS = 5.0
 """A gateway that has used and asked for nothing for so long gets no grants, until it does: a message a second less."""
 _MOST_STEPS = 64
 """What waits is given room in about so many steps: several requests at once if there is more room."""
-
-_LAST_CLASS = -1000
-"""Of requests whose account a gateway does not tell: those that it tells are next there."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -114,6 +113,7 @@ class _Sent:
 class _Gateway:
     order: int
     demand: Demand = field(default_factory=Demand)
+    demanded_at: float = float("-inf")
     received: _Amount = field(default_factory=_Amount)
     """Submitted under grants since the stream began."""
     sent: deque[_Sent] = field(default_factory=deque)
@@ -132,17 +132,24 @@ class _Gateway:
     """Since when its first request has had no grant that it fits; None: it has, or nothing waits."""
     unused_since: float | None = None
     """Since when it has had one, and has submitted nothing; None: it has none, or nothing waits."""
+    is_stuck: bool = False
+    """It has left that unused for too long: it is stopped, or lost, or waits for something else. Nothing waits there
+    until it submits a request, or says what waits."""
 
     @property
     def waits(self) -> bool:
-        return self.demand.num_requests > 0
+        return self.demand.num_requests > 0 and not self.is_stuck
 
     def is_due(self, now: float) -> bool:
         return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
 
+    def leaves_unused(self, now: float) -> bool:
+        """Whether it has long had a grant that its first request fits, and has sent nothing and said nothing."""
+        return self.unused_since is not None and now - max(self.unused_since, self.needed_at) >= _STUCK_SECONDS
+
     def is_idle(self, now: float) -> bool:
         """Whether it needs no grant: the first requests after a pause come without one."""
-        return self.number > 0 and not self.waits and now - self.needed_at >= _IDLE_SECONDS
+        return self.is_stuck or (self.number > 0 and not self.waits and now - self.needed_at >= _IDLE_SECONDS)
 
     def lacks(self, has: _Amount) -> bool:
         """Whether requests wait that do not fit into what the gateway has."""
@@ -224,8 +231,8 @@ class GrantDivider(Generic[_Key]):
         gateway = self._gateways[key]
         if not demand.num_requests or demand.first_tokens != gateway.demand.first_tokens:
             gateway.unmet_since = None
-        gateway.demand = demand
-        gateway.needed_at = now
+        gateway.demand, gateway.is_stuck = demand, False
+        gateway.demanded_at = gateway.needed_at = now
         self._order.demanded(key, _accounts(demand), now)
 
     def submitted(self, key: _Key, num_tokens: int, now: float, num_requests: int = 1) -> None:
@@ -234,8 +241,10 @@ class GrantDivider(Generic[_Key]):
         gateway.received.num_tokens += num_tokens
         gateway.received.num_requests += num_requests
         gateway.mean_tokens += (num_tokens / num_requests - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
-        gateway.needed_at = now
-        gateway.unmet_since = gateway.unused_since = None
+        self._needs(key, gateway, now)
+        gateway.unused_since = None
+        if num_tokens >= gateway.demand.first_tokens:  # else one that is larger may still have no grant that it fits
+            gateway.unmet_since = None
 
     def let_in(self, key: _Key, account: str, work: float, now: float, service_class: int = 0) -> None:
         """Charge a gateway's request to its account: its prompt and its predicted answer, in tokens of an answer."""
@@ -255,6 +264,9 @@ class GrantDivider(Generic[_Key]):
             gateway.forget_expired(now)
             if room.in_order:
                 self._pass_unused(key, gateway, now)
+            elif gateway.leaves_unused(now):
+                gateway.is_stuck = True
+                self._order.demanded(key, (), now)
         targets = self._targets(room, now)
         out = {key: gateway.outstanding() for key, gateway in self._items()}
         # A worker that takes a request of any size is asked to: then the targets are more than there is.
@@ -281,8 +293,17 @@ class GrantDivider(Generic[_Key]):
 
     def renewed(self, key: _Key, room: Room, now: float) -> dict[_Key, Grant]:
         """Return the grants to be sent now, one for this gateway among them: it is waiting for it."""
-        self._gateways[key].sent_at = float("-inf")
+        gateway = self._gateways[key]
+        self._needs(key, gateway, now)
+        gateway.sent_at = float("-inf")
         return self.divide(room, now)
+
+    def _needs(self, key: _Key, gateway: _Gateway, now: float) -> None:
+        """A gateway has sent a request: it is alive, and needs grants."""
+        gateway.needed_at = now
+        if gateway.is_stuck:
+            gateway.is_stuck, gateway.unused_since = False, None
+            self._order.demanded(key, _accounts(gateway.demand), gateway.demanded_at)
 
     def _targets(self, room: Room, now: float) -> dict[_Key, _Amount]:
         """Return what each gateway should be able to submit, if nothing had been granted yet."""
@@ -401,7 +422,7 @@ class GrantDivider(Generic[_Key]):
 def _accounts(demand: Demand) -> tuple[AccountDemand, ...]:
     """Return what waits by account; what a gateway does not tell of comes last."""
     num_rest = demand.num_requests - sum(each.num_requests for each in demand.accounts)
-    rest = AccountDemand("", _LAST_CLASS if demand.accounts else 0, num_rest)
+    rest = AccountDemand("", REST_CLASS if demand.accounts else 0, num_rest)
     return (*demand.accounts, rest) if num_rest > 0 else demand.accounts
 
 

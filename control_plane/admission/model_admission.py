@@ -17,7 +17,7 @@ from control_plane.admission.budgets import Budget
 from control_plane.admission.cached_shares import CachedShares
 from control_plane.admission.elsewhere import AccountTurn, Elsewhere, LetIn
 from control_plane.admission.let_in_rate import LetInRate
-from control_plane.admission.prices import Prices
+from control_plane.admission.prices import ASSUMED_MS_PER_ANSWER_TOKEN, Prices
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.waiting_demand import PrefillShare, WaitingDemand
 from tandem_runtime.demands import Demands
@@ -135,10 +135,11 @@ _NOBODY = _Line()
 class ModelAdmission:
     """The waiting requests of one model; `now` is in monotonic seconds."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, answer_token_ms: float = ASSUMED_MS_PER_ANSWER_TOKEN) -> None:
+        """`answer_token_ms`: assumed until workers report steps."""
         self._bounds = bounds
         self.counters = VirtualCounters()
-        self.prices = Prices()
+        self.prices = Prices(ms_per_answer_token=answer_token_ms)
         self._demands = Demands()
         self._elsewhere = Elsewhere()
         self.cached = CachedShares()
@@ -179,7 +180,8 @@ class ModelAdmission:
 
         `has_accounts`: accounts are told apart; else any caller takes any account's name.
         """
-        if waiter.order is None:
+        is_back = waiter.order is not None
+        if not is_back:
             if not waiter.is_moving:
                 if not waiter.has_begun:
                     self.check_bounds(waiter, has_accounts=has_accounts)
@@ -191,7 +193,7 @@ class ModelAdmission:
         waiter.tried_at = now
         if not len(self):
             self._rate.waits(now)
-        self.counters.arrive(waiter.account)
+        self.counters.arrive(waiter.account, waiter.service_class, is_back=is_back)
         if waiter.is_moving:
             insort(self._moving, waiter, key=_order)
         else:
@@ -218,7 +220,7 @@ class ModelAdmission:
             line.remove(waiter)
             if not line.by_account:
                 del self._lines[waiter.service_class]
-        self.counters.leave(waiter.account)
+        self.counters.leave(waiter.account, waiter.service_class)
         self._num_by_account[waiter.account] -= 1
         if not self._num_by_account[waiter.account]:
             del self._num_by_account[waiter.account]
@@ -255,7 +257,7 @@ class ModelAdmission:
         if waiter.order is not None:
             self._weigh(waiter)
             self._rate.let_in(waiter.work, now)
-        self.counters.let_in(waiter.account)
+        self.counters.let_in(waiter.account, waiter.service_class)
         waiter.charged_ms = device_ms + waiter.num_answer_tokens * self.prices.ms_per_answer_token
         self.counters.charge(waiter.account, waiter.charged_ms)
 
@@ -333,8 +335,8 @@ class ModelAdmission:
     def pass_by(self, waiter: Waiter, now: float) -> None:
         """A request need not wait: its account rejoins all the same."""
         self._came(waiter, now)
-        self.counters.arrive(waiter.account)
-        self.counters.leave(waiter.account)
+        self.counters.arrive(waiter.account, waiter.service_class)
+        self.counters.leave(waiter.account, waiter.service_class)
 
     def predicted_wait_seconds(self, newcomer: Waiter, now: float) -> float | None:
         """Predict when the turn of a request would come that comes now, or waits; None: nothing is known.
@@ -375,7 +377,8 @@ class ModelAdmission:
             elif service_class == own_class:
                 others.setdefault(account, _Other()).asked_ms += token_ms * work_per_second
         own_ms, before_ms = token_ms * own_work, token_ms * before + token_ms * self._rate.mean_work / 2
-        turn_ms, least_ms = self.counters.rejoins_at(newcomer.account) + own_ms, self.counters.least_ms
+        turn_ms = self.counters.rejoins_at(newcomer.account, own_class) + own_ms
+        least_ms = self.counters.least_ms(own_class)
         lacking: list[tuple[_Other, float, float]] = []
         for account, other in others.items():
             used_ms = self.counters.of(account) if other.num else max(least_ms, self.counters.of(account))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 _OLD_WEIGHT = 0.95
 _ASSUMED_MS_PER_PROMPT_TOKEN = 1.0
-_ASSUMED_MS_PER_ANSWER_TOKEN = 10.0
+ASSUMED_MS_PER_ANSWER_TOKEN = 10.0
 _ASSUMED_ANSWER_TOKENS = 128.0
 _ASSUMED_BYTES_PER_TOKEN = 4.0
 
@@ -40,7 +40,7 @@ class Prices:
 
     ms_per_prompt_token: float = _ASSUMED_MS_PER_PROMPT_TOKEN
     """Of a token that no cache has."""
-    ms_per_answer_token: float = _ASSUMED_MS_PER_ANSWER_TOKEN
+    ms_per_answer_token: float = ASSUMED_MS_PER_ANSWER_TOKEN
     """A step's time by the tokens that it samples."""
     bytes_per_token: float = _ASSUMED_BYTES_PER_TOKEN
     """Of bodies, by the tokens of their prompts."""

@@ -25,6 +25,7 @@ from control_plane.admission.model_admission import (
     longest_wait,
     seconds_left,
 )
+from control_plane.admission.prices import ASSUMED_MS_PER_ANSWER_TOKEN
 from control_plane.admission.service_classes import ServiceClass
 from control_plane.admission.waiting_demand import WaitingDemand
 from control_plane.dispatch.admission_counts import AdmissionCounts
@@ -51,16 +52,19 @@ class AdmissionQueue:
         max_per_account: int = 0,
         *,
         budgets: BudgetTable | None = None,
+        answer_token_ms: float = ASSUMED_MS_PER_ANSWER_TOKEN,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_waiting` and `max_per_account` are requests in one room; 0: half of a room, but at least one request.
 
-        `budgets`: how long requests of each model may be predicted to wait. `rng` draws the jitter of Retry-After.
+        `budgets`: how long requests of each model may be predicted to wait. `answer_token_ms`: device milliseconds of a
+        token until workers report steps. `rng` draws the jitter of Retry-After.
         """
         self._budgets = budgets or BudgetTable({})
         self._bounds = Bounds(max_waiting, max_per_account or max(1, max_waiting // 2))
         self._queue_seconds = queue_seconds
+        self._answer_token_ms = answer_token_ms
         self._has_accounts: Callable[[], bool] = lambda: True
         self._rooms: OrderedDict[str, ModelAdmission] = OrderedDict()
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
@@ -231,7 +235,10 @@ class AdmissionQueue:
         self.room(model_id).granted(worker, turns, let_in, self._clock())
 
     def worker_gone(self, model_id: str, worker: str) -> None:
-        self.room(model_id).worker_gone(worker, self._clock())
+        """Forget what a worker has told of a model's requests."""
+        room = self._rooms.get(model_id)
+        if room is not None:
+            room.worker_gone(worker, self._clock())
 
     def release_next(self, model_id: str) -> None:
         """Let the model's next request look for room. Call when there may be more than before."""
@@ -292,7 +299,7 @@ class AdmissionQueue:
         """Return what is known of a model's requests."""
         room = self._rooms.get(model_id)
         if room is None:
-            room = self._rooms[model_id] = ModelAdmission(self._bounds)
+            room = self._rooms[model_id] = ModelAdmission(self._bounds, self._answer_token_ms)
             if len(self._rooms) > _MAX_MODELS:
                 idle = next((name for name, each in self._rooms.items() if not len(each) and name != model_id), None)
                 if idle is not None:

@@ -48,6 +48,8 @@ _MAX_PARTS_AT_ONCE = 4
 MAX_CANDIDATES = 3
 """Workers that a part asks before it waits."""
 _RETRY_SECONDS = 1.0
+_TOKEN_COST = 1.0
+"""Costs are compared with each other only. A worker counts tokens, too, so both mean the same."""
 _MAX_TOKENS_AT_ONCE = 4 * MAX_PART_TOKENS
 """Parts that have waited follow each other at once while a worker has at most so many tokens of this gateway. Of a
 worker that grants nothing: its grants say how many."""
@@ -103,7 +105,7 @@ class EncodingDispatch:
         self._registry = registry
         self._clients = clients
         self._queue_seconds = queue_seconds
-        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
+        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account, answer_token_ms=_TOKEN_COST)
         self.num_requests = 0
         """Requests that wait or run."""
         self._reports = DemandReports(registry, clients, self.queue, (pb.WORKER_ROLE_ENCODE,))
@@ -280,7 +282,9 @@ class EncodingDispatch:
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         self._unable.discard(worker.incarnation)
-        if is_here and worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable:
+        if not is_here:
+            self.queue.worker_gone(worker.info.card.model_id, worker.incarnation)
+        elif worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable:
             self.queue.release_next(worker.info.card.model_id)
 
     def _reported(self, worker: Worker) -> None:
@@ -372,10 +376,8 @@ def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
 
 def _part(request: EncodingRequest, inputs: Sequence[EncoderInput]) -> _Part:
     num_tokens = sum(each.num_tokens for each in inputs)
-    # Costs are in tokens: they are compared with each other only.
-    waiter = Waiter(
-        request.model.model_id, request.account, request.priority, num_tokens=num_tokens, cost_ms=float(num_tokens)
-    )
+    cost = _TOKEN_COST * num_tokens
+    waiter = Waiter(request.model.model_id, request.account, request.priority, num_tokens=num_tokens, cost_ms=cost)
     return _Part(request, inputs, num_tokens, waiter)
 
 
@@ -399,6 +401,7 @@ def _message(worker: Worker, part: _Part, seconds: float) -> pb.EncodeRequest:
         traceparent=current_traceparent(),
         fairness_key=request.account,
         pooling=request.pooling,
+        priority=request.priority,
     )
 
 

@@ -196,7 +196,7 @@ class RequestStarter:
         self._queue.let_in(waiter, device_ms)
         try:
             await _all(waits)
-        except TandemError:
+        except BaseException:  # also if the client has left
             self._queue.take_back(waiter)
             raise
         state.charge_to(self._queue.room(waiter.model_id).started(waiter, num_tokens, device_ms))

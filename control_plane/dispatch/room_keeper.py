@@ -40,6 +40,7 @@ class RoomKeeper:
         reports_waiting: bool = True,
     ) -> None:
         """`reports_waiting`: workers hear what waits in `queue`; of one gateway, they hear of one queue."""
+        self._registry = registry
         self._budgets = budgets
         self._router = router
         self._queue = queue
@@ -130,8 +131,8 @@ class RoomKeeper:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self.rooms.forget(worker.incarnation)
-            if (model_id := self._models.pop(worker.incarnation, None)) is not None:
-                self._queue.worker_gone(model_id, worker.incarnation)
+            self._models.pop(worker.incarnation, None)
+            self._queue.worker_gone(worker.info.card.model_id, worker.incarnation)
             return
         self._take(worker)
         if worker.is_usable and worker.info.card.model_id:
@@ -159,10 +160,16 @@ class RoomKeeper:
 
     def _granted(self, worker: Worker, grant: pb.Grant) -> None:
         """Take in a grant, and let the next request of the model look if it is within it."""
+        known = self._registry.get(worker.worker_id)
+        if known is None or known.incarnation != worker.incarnation:
+            return  # it drains on its open stream, and what it tells would never be forgotten
         self.rooms.granted(worker.incarnation)
         model_id = worker.info.card.model_id
-        if worker.role == pb.WORKER_ROLE_DECODE:
+        if worker.role == pb.WORKER_ROLE_DECODE and model_id not in self._decode_grants:
             self._decode_grants.add(model_id)
+            for other in self._registry.workers_of(model_id):
+                if other.role == pb.WORKER_ROLE_PREFILL:
+                    self._queue.worker_gone(model_id, other.incarnation)
         if worker.role == pb.WORKER_ROLE_DECODE or model_id not in self._decode_grants:
             self._queue.granted(model_id, worker.incarnation, turns_of(grant), let_in_of(grant))
         self._queue.reported(model_id, lambda waiter: self._has_room(worker, waiter), may_offer=False)

@@ -38,7 +38,8 @@ class Hindsight:
 
     def refused(self, waiter: Waiter, room: ModelAdmission, now: float) -> Shadow:
         """Return what will tell of a request that is refused as it comes."""
-        shadow = Shadow(waiter.account, waiter.service_class, now, room.counters.rejoins_at(waiter.account))
+        rejoins_at_ms = room.counters.rejoins_at(waiter.account, waiter.service_class)
+        shadow = Shadow(waiter.account, waiter.service_class, now, rejoins_at_ms)
         self._pending.append(shadow)
         return shadow
 

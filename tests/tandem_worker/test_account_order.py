@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem_worker.account_order import AccountDemand, AccountOrder
+from tandem_worker.account_order import REST_CLASS, AccountDemand, AccountOrder
 
 
 def served(order: AccountOrder[str], num: int, now: float = 10.0) -> list[str]:
@@ -123,3 +123,41 @@ def test_a_gateway_hears_what_others_send_although_nothing_of_it_waits_now() -> 
     order.forget("b")
     order.demanded("c", [AccountDemand("x")], 60.0)
     assert rates("c") == pytest.approx({("x", 0): 30.0, ("y", 1): 30.0}, rel=0.05), "what has left has been sent"
+
+
+def test_what_an_account_used_while_nothing_waited_is_no_debt_to_one_that_was_idle() -> None:
+    order: AccountOrder[str] = AccountOrder()
+    order.let_in("b", "y", 100.0, 0.0)
+    for second in range(1000):
+        order.let_in("a", "x", 100.0, float(second))
+    for _ in range(5):
+        order.let_in("b", "y", 100.0, 1000.0)
+    order.demanded("b", [AccountDemand("y", num_requests=9, work=900.0)], 1001.0)
+    order.demanded("a", [AccountDemand("x", num_requests=9, work=900.0)], 1001.0)
+    leads = {turn.account: turn.lead for turn in order.told("a", 1001.0)}
+    assert leads == {"x": 0.0, "y": 0.0}
+
+
+def test_what_is_never_served_lets_nobody_rejoin_with_credit() -> None:
+    order: AccountOrder[str] = AccountOrder()
+    order.let_in("a", "idle", 1.0, 0.0)
+    order.demanded("a", [AccountDemand("x"), AccountDemand("", REST_CLASS), AccountDemand("lowest", -1)], 0.0)
+    order.demanded("b", [AccountDemand("y")], 0.0)
+    for second in range(100):
+        order.let_in("a", "x", 10.0, float(second))
+        order.let_in("b", "y", 10.0, float(second))
+    order.demanded("b", [AccountDemand("y"), AccountDemand("idle")], 100.0)
+    leads = {turn.account: turn.lead for turn in order.told("a", 100.0)}
+    assert leads["idle"] == leads["x"] == leads["y"]
+
+
+def test_what_a_gateway_sent_before_another_came_is_not_taken_for_more() -> None:
+    order: AccountOrder[str] = AccountOrder()
+    for second in range(100):
+        order.let_in("a", "x", 10.0, float(second))
+        if second >= 98:
+            order.let_in("b", "x", 10.0, float(second))
+    order.demanded("a", [AccountDemand("x")], 100.0)
+    order.demanded("b", [AccountDemand("x")], 100.0)
+    (turn,) = order.told("b", 100.0)
+    assert turn.work_per_second_elsewhere == pytest.approx(10.0, rel=0.05)

@@ -79,6 +79,7 @@ def test_a_grant_tells_what_waits_and_was_let_in_at_other_gateways() -> None:
     assert told == [(7.0, 1), (0.0, 0), (7.0, 1)]
     assert [turn.num_elsewhere for turn in grants["c"].turns] == [20, 120], "it may get the next request"
     divider.detach("b")
+    divider.demanded("a", waits(60, x=60), 3.0)
     assert divider.divide(Room(10_000, 40), 3.0)["a"].turns == ()
 
 
@@ -133,6 +134,7 @@ def test_unused_room_is_free_again_when_the_grant_has_expired(in_order: bool) ->
     divider.divide(room, 0.0)
     divider.demanded("a", waits(100), 0.0)
     divider.divide(room, 0.0)
+    divider.demanded("a", waits(100), LATER)
     assert divider.divide(room, LATER)["a"].num_requests == 9
 
 
@@ -208,6 +210,51 @@ def test_a_large_request_is_passed_by_until_it_is_due_and_then_the_rest_is_kept_
     assert serve(7.0)["large"].num_tokens >= 900
 
 
+def test_requests_that_pass_a_large_one_do_not_put_off_its_turn() -> None:
+    divider = divider_of("both", "small")
+    room = Room(300, 5, most_tokens=2000)
+    for tick in range(7):
+        for name, demand in (("both", waits(1, 900)), ("small", waits(50, 100))):
+            divider.seen(name, 1000)
+            divider.demanded(name, demand, float(tick))
+        divider.divide(room, float(tick))
+        divider.submitted("both", 100, float(tick))  # it need not wait: its class is higher
+    grants = divider.divide(Room(1000, 5, most_tokens=2000), 7.0)
+    assert grants["both"].num_tokens >= 700 + 900
+
+
+def test_a_gateway_that_says_nothing_any_more_keeps_no_room_until_it_does() -> None:
+    divider, room, seats = divider_of("lost", "here"), Room(1000, 4), {"lost": 0, "here": 0}
+    divider.demanded("lost", waits(50), 0.0)
+    told = 0
+    for tick in range(1, 100):
+        now = tick / 10
+        divider.demanded("here", waits(50), now)
+        grants = divider.divide(room, now)
+        told += now > 5.0 and "lost" in grants
+        if "here" in grants:
+            divider.seen("here", grants["here"].number)
+        seats["here"] = divider.of("here", now)[1][1]
+        seats["lost"] = divider.of("lost", now)[1][1]
+        if now < 2.0:
+            assert seats["lost"] > 1
+        if now > 5.0:
+            assert seats["lost"] <= 1 and seats["here"] >= 3, "it has nothing to use, and one place at most is kept"
+    assert not told
+    divider.submitted("lost", 50, 10.0)  # it was stopped for a while; its grants have expired
+    assert divider.divide(Room(1000, 8), 10.1)["lost"].num_requests > 1
+
+
+def test_a_refusal_has_a_grant_also_for_a_gateway_that_has_long_needed_none() -> None:
+    divider = divider_of("a", "b")
+    divider.divide(ROOM, 0.0)
+    assert "a" in divider.renewed("a", ROOM, 60.0)
+    divider.demanded("b", waits(50), 60.0)
+    divider.divide(ROOM, 60.0)
+    divider.divide(ROOM, 63.0)
+    assert "b" in divider.renewed("b", ROOM, 63.1), "it is alive"
+
+
 def test_an_idle_worker_takes_a_request_of_any_size() -> None:
     divider = divider_of("a", "b")
     divider.demanded("a", Demand(5000, 16, 5000, 16), 0.0)
@@ -215,6 +262,7 @@ def test_an_idle_worker_takes_a_request_of_any_size() -> None:
     grant = divider.divide(idle, 0.0)["a"]
     assert (grant.num_tokens, grant.num_requests) == (5000, 16)
     divider.seen("a", grant.number)
+    divider.demanded("a", Demand(5000, 16, 5000, 16), LATER)
     assert divider.divide(Room(1000, 4), LATER)["a"].num_requests <= 4, "something runs there"
 
 

@@ -52,6 +52,24 @@ def test_an_idle_account_rejoins_at_the_least_counter_of_those_that_wait() -> No
     assert counters.of("idle") == 250, "it waited all the while: nothing lifts it"
 
 
+def test_an_account_rejoins_among_its_class_and_one_that_looked_for_room_in_vain_where_it_was() -> None:
+    counters = VirtualCounters()
+    counters.arrive("batch", -1)
+    counters.arrive("a")
+    counters.charge("a", 500.0)
+    counters.charge("idle", 10.0)
+    counters.arrive("idle")
+    assert counters.of("idle") == 500, "the batch waits for hours with its counter"
+    counters.leave("a")
+    counters.leave("idle")
+    counters.let_in("a")
+    counters.arrive("other", -1)
+    assert counters.of("other") == 0.0
+    counters.charge("looks", -300.0)
+    counters.arrive("looks", is_back=True)
+    assert counters.of("looks") == 200.0
+
+
 def test_debt_is_carried_through_idleness() -> None:
     counters = VirtualCounters()
     counters.arrive("a")

@@ -119,6 +119,13 @@ class Fleet(EncoderClients):
         attachment.granted(Grant(1, *sums, valid_seconds=60.0), time.monotonic())
         self._on_grant(worker, pb.Grant())
 
+    def tell(self, name: str, **leads: float) -> None:
+        """A worker says how far accounts are ahead of the one that is next."""
+        worker = self.registry.get(name)
+        assert worker is not None, "registered"
+        turns = [pb.AccountTurn(fairness_key=account, lead=lead, num_elsewhere=1) for account, lead in leads.items()]
+        self._on_grant(worker, pb.Grant(turns=turns))
+
     async def values(self, inputs: Sequence[EncoderInput], **changes: Any) -> bytes:
         request = EncodingRequest("r", "me", MODEL, inputs, time.monotonic() + 30, pooling="cls")
         self.computed: list[int] = []
@@ -306,6 +313,21 @@ async def test_a_part_that_comes_passes_none_that_waits() -> None:
     fleet.grant("a", 55)
     assert [await first, await second] == [expected(inputs(50)), expected(inputs(5))]
     assert [len(request.inputs[0].token_ids) for _, request in fleet.calls] == [200, 20]
+
+
+async def test_work_is_counted_in_tokens_as_workers_count_it_and_forgotten_with_the_worker() -> None:
+    fleet = Fleet("a")
+    fleet.grant("a", 0)
+    waiting = [asyncio.create_task(fleet.values(inputs(50), account=account)) for account in ("me", "you")]
+    await until(lambda: len(fleet.dispatch.queue) == 2)
+    room = fleet.dispatch.queue.room(MODEL.model_id)
+    assert [each.work for each in fleet.dispatch.queue.demand(MODEL.model_id).accounts] == [50.0, 50.0]
+    fleet.tell("a", me=30.0, you=0.0)
+    assert room.counters.of("me") - room.counters.of("you") == 30.0
+    fleet.register("a", "2")
+    assert room._elsewhere.leads() == {}
+    fleet.grant("a", 100)
+    await asyncio.gather(*waiting)
 
 
 async def test_texts_of_the_batch_class_wait_for_all_others() -> None:

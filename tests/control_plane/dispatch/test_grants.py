@@ -12,7 +12,15 @@ from control_plane.admission.model_admission import Waiter
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.dispatch.test_rooms import wait_for
 from tests.control_plane.harness import FULL, PROMPT, Harness, answer, harness, new_request, tokens_of
-from tests.control_plane.scripted_worker import MODEL, AttachStream, ScriptedWorker, only_accept, refuse_with, serve
+from tests.control_plane.scripted_worker import (
+    MODEL,
+    AttachStream,
+    ScriptedWorker,
+    only_accept,
+    refuse_with,
+    serve,
+    silent,
+)
 from tests.tandem_worker.kv_harness import until
 
 LIVE_MS = 60_000
@@ -159,6 +167,19 @@ async def test_a_wait_is_predicted_with_what_waits_at_other_gateways() -> None:
 
 def turn(account: str, **fields: float) -> pb.AccountTurn:
     return pb.AccountTurn(fairness_key=account, **fields)  # type: ignore[arg-type]
+
+
+async def test_an_account_whose_client_leaves_before_the_worker_answers_is_charged_for_nothing() -> None:
+    worker = worker_with(2, behave=silent)
+    async with harness(worker, queue_seconds=60) as here:
+        await granted(here, worker)
+        asked = asyncio.create_task(here.dispatcher.submit(new_request(account="x")))
+        await worker.until(lambda worker: len(worker.submits) == 1)
+        counters = here.dispatcher.queue.room(MODEL).counters
+        assert counters.of("x") > 0.0
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert counters.of("x") == 0.0
 
 
 async def test_a_refusal_brings_the_next_grant() -> None:

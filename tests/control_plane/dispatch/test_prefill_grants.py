@@ -105,6 +105,22 @@ async def test_the_order_of_accounts_is_that_of_decode_workers() -> None:
         await end(waiting)
 
 
+async def test_what_workers_told_is_forgotten_when_they_go_or_when_others_tell_it() -> None:
+    turns = [pb.AccountTurn(fairness_key="y"), pb.AccountTurn(fairness_key="x", lead=100.0, num_elsewhere=3)]
+    first, second, decode = granting("p", PREFILL, 1000), granting("q", PREFILL, 1000), ScriptedWorker("d")
+    for worker in (first, second):
+        assert worker.grant is not None, "it grants"
+        worker.grant.turns.extend(turns)
+    async with harness(first, second, decode, queue_seconds=60) as here:
+        await have_granted(here, first, second)
+        room = here.dispatcher.queue.room(MODEL)
+        assert room._elsewhere.leads() == {"x": 200.0, "y": 0.0}
+        here.registry.deregister(first.worker_id, first.incarnation)
+        assert room._elsewhere.leads() == {"x": 100.0, "y": 0.0}
+        await have_granted(here, await here.add(granting("e", DECODE, 1)))
+        assert room._elsewhere.leads() == {}, "decode workers tell of all that waits"
+
+
 @pytest.mark.parametrize(
     ("at_prefill", "at_decode", "lack"),
     [(NUM - 1, NUM, Lack.PREFILL), (NUM - 1, NUM - 1, Lack.PREFILL), (NUM, NUM - 1, Lack.DECODE), (NUM, NUM, None)],

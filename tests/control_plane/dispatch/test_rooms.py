@@ -164,12 +164,12 @@ async def test_a_worker_whose_seats_are_taken_is_sent_nothing_until_one_is_free(
         await running[1].aclose()
 
 
-async def test_the_account_that_has_used_least_is_next_and_a_lower_class_comes_last() -> None:
+async def test_accounts_take_turns_and_a_lower_class_comes_last() -> None:
     worker = ScriptedWorker("a", behave=only_accept)
     worker.max_num_seqs = 1
     async with harness(worker, queue_seconds=60) as here:
         running = [
-            await here.dispatcher.submit(new_request(request_id=f"running-{i}", account="greedy")) for i in range(2)
+            await here.dispatcher.submit(new_request(request_id=f"running-{i}", account="first")) for i in range(2)
         ]
         later = {}
         for name, account, priority in (("b", "batch", -1), ("g", "greedy", 0), ("h", "greedy", 0), ("s", "small", 0)):
@@ -178,12 +178,13 @@ async def test_the_account_that_has_used_least_is_next_and_a_lower_class_comes_l
             num = len(later)
             await until(lambda num=num: here.dispatcher.queue.num_waiting(MODEL) == num)  # type: ignore[misc]
         worker.behave = serve
-        for stream in running:
-            await stream.aclose()
+        await running[0].aclose()
+        await until(lambda: len(worker.submits) > 2)  # two turns at once would both be of the account that is next
+        await running[1].aclose()
         for submitted in later.values():
             assert await tokens_of(await submitted) == [answer()]
         order = [submit.request_id.partition("-")[0] for submit in worker.submits[2:]]
-        assert order == ["s", "g", "h", "b"]
+        assert order == ["g", "s", "h", "b"]
         assert [submit.priority for submit in worker.submits[2:]] == [0, 0, 0, -1]
 
 

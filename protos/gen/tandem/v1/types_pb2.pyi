@@ -1784,6 +1784,7 @@ class EncodeRequest(message.Message):
     FAIRNESS_KEY_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     time_left_ms: builtins.int
@@ -1792,6 +1793,8 @@ class EncodeRequest(message.Message):
     fairness_key: builtins.str
     pooling: builtins.str
     """of embeddings: "mean", "cls" or "last"; "": the model's"""
+    priority: builtins.int
+    """the class of the request, as of a Submit"""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -1812,10 +1815,11 @@ class EncodeRequest(message.Message):
         fairness_key: builtins.str = ...,
         pooling: builtins.str = ...,
         counted: CountedCall | None = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["counted", b"counted", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "counted", b"counted", "fairness_key", b"fairness_key", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "request_id", b"request_id", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "counted", b"counted", "fairness_key", b"fairness_key", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

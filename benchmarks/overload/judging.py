@@ -172,11 +172,11 @@ def acceptance_by_length(loads: Sequence[Load]) -> list[tuple[int, float, int]]:
     Over several loads, acceptance is the accepted over what is expected if length does not matter: for each request the
     accepted part of its own load.
     """
-    counted = [
-        (_length(each), each.status == 200, len(load.accepted) / max(1, len(load.counted)))
-        for load in loads
-        for each in load.counted
-    ]
+    counted = []
+    for load in loads:
+        of_load = load.counted
+        part_accepted = sum(each.status == 200 for each in of_load) / max(1, len(of_load))
+        counted += [(_length(each), each.status == 200, part_accepted) for each in of_load]
     counted.sort(key=lambda each: each[0])
     rows = []
     for part in range(NUM_PARTS):

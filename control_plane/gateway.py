@@ -138,6 +138,7 @@ class Gateway:
         self.dispatcher = self.make_dispatcher(router, proofs)
         grants = self.dispatcher.rooms.num_granted, self._encoder_clients.num_granted
         admission_counts.export((self.dispatcher.queue.counts, self._encoders.queue.counts), *grants)
+        self._probe: WorkerProbe | None = None
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
@@ -287,6 +288,8 @@ class Gateway:
         await asyncio.gather(draining, *background, return_exceptions=True)
         await self.auditor.close()
         await self.dispatcher.close()
+        if self._probe is not None:
+            await self._probe.close()
         await self._links.close()
         await self._encoder_clients.close()
         await self._kv_clients.close()
@@ -396,6 +399,7 @@ class Gateway:
         )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of, self.health.status)
         drain = WorkerDrain(self.registry, self.member)
+        self._probe = WorkerProbe(self.registry, drain, self.catalog, self.make_dispatcher, self._encoder_clients)
         app = create_app(
             text,
             self.catalog,
@@ -408,7 +412,7 @@ class Gateway:
             self._event_store,
             drain,
             self.draining,
-            WorkerProbe(self.registry, drain, self.catalog, self.make_dispatcher, self._encoder_clients),
+            self._probe,
         )
         return server_config(
             app,

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from control_plane.dispatch.dispatcher import Dispatcher, ModelCards
@@ -26,6 +27,8 @@ log = get_logger(__name__)
 PROBE_SECONDS = 20.0
 _PROMPT_TOKENS = 20
 _ANSWER_TOKENS = 2
+_probed: ContextVar[Worker] = ContextVar("_probed")
+"""The worker that this task, and those that it starts, probe."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,14 @@ class WorkerProbe:
         self._drain = drain
         self._cards = cards
         self._new_dispatcher = new_dispatcher
+        self._dispatcher: Dispatcher | None = None
+        """Of all probes: what routes a request listens to every worker for good."""
         self._encoders = encoders
+
+    async def close(self) -> None:
+        """Wait for what probes have left to do."""
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
 
     async def probe(self, name: str) -> Probed:
         """Probe the worker with this id or --worker-id. Raise NoSuchThing or InvalidRequest as a drain does."""
@@ -96,16 +106,18 @@ class WorkerProbe:
         """Send one probe; return the other half's worker. Raise TandemError if it does not come back whole."""
         if worker.role == pb.WORKER_ROLE_ENCODE:
             return await self._encode(worker)
-        dispatcher = self._new_dispatcher(OneWorkerRouter(self._registry, worker))
+        if self._dispatcher is None:
+            self._dispatcher = self._new_dispatcher(OneWorkerRouter(self._registry))
         request = _request(self._cards.card(worker.info.card.model_id))
+        token = _probed.set(worker)
         try:
-            stream = await dispatcher.submit(request)
+            stream = await self._dispatcher.submit(request)
             try:
                 num_tokens = sum([len(delta.token_ids) async for delta in stream])
             finally:
                 await stream.aclose()
         finally:
-            await dispatcher.close()
+            _probed.reset(token)
         if num_tokens != request.sampling.max_tokens:
             raise Unavailable(f"the probe came back with {num_tokens} of {request.sampling.max_tokens} tokens")
         route = stream.route
@@ -130,19 +142,14 @@ class WorkerProbe:
 
 
 class OneWorkerRouter(Router):
-    """Routes as the router does, but avoids the other workers of one worker's role."""
-
-    def __init__(self, registry: WorkerRegistry, worker: Worker) -> None:
-        super().__init__(registry)
-        self._worker = worker
+    """Routes as the router does, but avoids the other workers of the role of the one that is probed."""
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route with the worker; raise TandemError if there is none."""
-        peers = {each.incarnation for each in self._registry.workers(self._worker.role)} - {self._worker.incarnation}
+        worker = _probed.get()
+        peers = {each.incarnation for each in self._registry.workers(worker.role)} - {worker.incarnation}
         route = super().choose(request, {*avoid, *peers})
-        if self._worker.role == pb.WORKER_ROLE_PREFILL and route.prefill is not self._registry.get(
-            self._worker.worker_id
-        ):
+        if worker.role == pb.WORKER_ROLE_PREFILL and route.prefill is not self._registry.get(worker.worker_id):
             raise Unavailable("its KV blocks cannot reach a decode worker: " + route.reason)
         return route
 

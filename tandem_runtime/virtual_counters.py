@@ -1,5 +1,7 @@
 """Counts the device time that each account has used of one model, for a fair order of those that wait.
 
+Each class of requests has counters of its own: a batch may wait for hours, and must not be what others are compared to.
+
 The next request is that of the account with the least counter. After "Fairness in Serving Large Language Models"
 (Sheng et al., OSDI 2024, algorithm 2), with milliseconds of a device in place of tokens.
 """
@@ -14,18 +16,14 @@ _MAX_KEPT = 10_000
 
 
 class VirtualCounters:
-    """Device milliseconds by account. What an account has used beyond its share it carries on, as debt."""
+    """Device milliseconds by account, of one class. What one has used beyond its share it carries on, as debt."""
 
     def __init__(self, max_kept: int = _MAX_KEPT) -> None:
         self._max_kept = max_kept
         self._used_ms: OrderedDict[str, float] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()
-        self._waiting: dict[int, Counter[str]] = {}
-        """The same by class."""
         self._floor_ms = 0.0
-        """The counter of the account that was let in last."""
-        self._floors: dict[int, float] = {}
-        """By class: where accounts rejoin while nobody of the class waits."""
+        """The counter of the account that was let in last: where accounts rejoin while nobody waits."""
 
     def __len__(self) -> int:
         return len(self._used_ms)
@@ -37,45 +35,35 @@ class VirtualCounters:
         """Return whether requests of an account wait."""
         return account in self._num_waiting
 
-    def arrive(self, account: str, service_class: int = 0, *, is_back: bool = False) -> None:
-        """A request begins to wait. An idle account rejoins at the least counter of its class: it saves nothing.
+    def arrive(self, account: str, *, is_back: bool = False) -> None:
+        """A request begins to wait. An idle account rejoins at the least counter of those that wait: it saves nothing.
 
-        What waits in another class is no measure: a batch may not be served for hours. Call `leave` once the request
-        waits no more. `is_back`: it has waited before, and was not idle.
+        Call `leave` once the request waits no more. `is_back`: it has waited before, and was not idle.
         """
-        of_class = self._waiting.setdefault(service_class, Counter())
-        if account not in of_class and not is_back:
-            self._set(account, self.rejoins_at(account, service_class))
-        of_class[account] += 1
+        if account not in self._num_waiting and not is_back:
+            self._set(account, self.rejoins_at(account))
         self._num_waiting[account] += 1
 
-    def rejoins_at(self, account: str, service_class: int = 0) -> float:
+    def rejoins_at(self, account: str) -> float:
         """Return the counter of an account whose request would begin to wait now."""
-        if account in self._waiting.get(service_class, ()):
+        if account in self._num_waiting:
             return self.of(account)
-        least_ms = self.least_ms(service_class)
-        return max(self._used_ms.get(account, least_ms), least_ms)
+        return max(self.of(account), self.least_ms)
 
-    def least_ms(self, service_class: int = 0) -> float:
-        """Return the least counter of the accounts that wait in a class; if none does, that of the last let in."""
-        waiting = self._waiting.get(service_class)
-        if waiting:
-            return min(map(self.of, waiting))
-        return self._floors.get(service_class, self._floor_ms)
+    @property
+    def least_ms(self) -> float:
+        """Return the least counter of the accounts that wait; where the last one was let in, if none does."""
+        return min(map(self.of, self._num_waiting), default=self._floor_ms)
 
-    def leave(self, account: str, service_class: int = 0) -> None:
+    def leave(self, account: str) -> None:
         """A request waits no more: it was let in, or its caller has left."""
-        of_class = self._waiting[service_class]
-        for counter in (self._num_waiting, of_class):
-            counter[account] -= 1
-            if not counter[account]:
-                del counter[account]
-        if not of_class:
-            del self._waiting[service_class]
+        self._num_waiting[account] -= 1
+        if not self._num_waiting[account]:
+            del self._num_waiting[account]
 
-    def let_in(self, account: str, service_class: int = 0) -> None:
+    def let_in(self, account: str) -> None:
         """A request was let in."""
-        self._floor_ms = self._floors[service_class] = self.of(account)
+        self._floor_ms = self.of(account)
 
     def follow(self, leads: Mapping[str, float]) -> None:
         """Take over by how much each account is ahead of the one that is next anywhere.
@@ -100,8 +88,6 @@ class VirtualCounters:
     def scale(self, factor: float) -> None:
         """The unit of what was charged so far has changed."""
         self._floor_ms *= factor
-        for service_class in self._floors:
-            self._floors[service_class] *= factor
         for account in self._used_ms:
             self._used_ms[account] *= factor
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -52,7 +53,7 @@ class AccountTurn:
     account: str
     service_class: int
     lead: float
-    """Work that the account has used beyond the one that has used least, of those that wait. Idle time is no credit."""
+    """Work that the account has used beyond the one that has used least, of those of the class that wait."""
     num_elsewhere: int
     work_elsewhere: float
     """Of requests that wait at other gateways."""
@@ -71,7 +72,8 @@ class AccountOrder(Generic[_Key]):
     """Of one worker."""
 
     def __init__(self) -> None:
-        self._used = VirtualCounters(_MAX_KEPT)
+        self._used: defaultdict[int, VirtualCounters] = defaultdict(partial(VirtualCounters, _MAX_KEPT))
+        """By class."""
         self._waiting: dict[_Key, list[_Waiting]] = {}
         self._sent = Demands(_MAX_ASKERS)
         self._sent_by: dict[_Key, Demands] = {}
@@ -86,14 +88,14 @@ class AccountOrder(Generic[_Key]):
             self._waiting[key] = [_Waiting(each, now - each.waited_seconds) for each in demands]
         for each in demands:
             if each.service_class != REST_CLASS:
-                self._used.arrive(each.account, each.service_class)
+                self._used[each.service_class].arrive(each.account)
         for gone in before:
             if gone.demand.service_class != REST_CLASS:
-                self._used.leave(gone.demand.account, gone.demand.service_class)
+                self._used[gone.demand.service_class].leave(gone.demand.account)
 
-    def charge(self, account: str, work: float) -> None:
+    def charge(self, account: str, work: float, service_class: int = 0) -> None:
         """An account uses the worker; a negative amount takes a charge back."""
-        self._used.charge(account, work)
+        self._used[service_class].charge(account, work)
 
     def forget(self, key: _Key) -> None:
         """A gateway has left."""
@@ -105,10 +107,11 @@ class AccountOrder(Generic[_Key]):
         self._sent.asked((service_class, account), work, now)
         own = self._sent_by.setdefault(key, Demands(_MAX_ASKERS, self._sent.began_at))
         own.asked((service_class, account), work, now)
-        self._used.arrive(account, service_class)  # it may not have waited: idle time is no credit
-        self._used.leave(account, service_class)
-        self._used.let_in(account, service_class)
-        self._used.charge(account, work)
+        used = self._used[service_class]
+        used.arrive(account)  # it may not have waited: idle time is no credit
+        used.leave(account)
+        used.let_in(account)
+        used.charge(account, work)
         self._mean_work += 0.1 * (work - self._mean_work)
 
     def passes(self, key: _Key, num_requests: int, now: float) -> None:
@@ -116,7 +119,8 @@ class AccountOrder(Generic[_Key]):
         first = min(self._waiting.get(key, ()), key=self._rank, default=None)
         if first is not None:
             first.since = now
-            self._used.charge(first.demand.account, num_requests * self._work_of(first.demand))
+            used = self._used[first.demand.service_class]
+            used.charge(first.demand.account, num_requests * self._work_of(first.demand))
 
     def turns(self, now: float) -> Turns[_Key]:
         """Return who is next, and who is after that, as if each of them were served in its turn."""
@@ -125,7 +129,7 @@ class AccountOrder(Generic[_Key]):
             for each in waiting:
                 num, work = each.demand.num_requests, self._work_of(each.demand)
                 place = _Place(each.since, number, key, num, max(_LEAST_SECONDS, now - each.since) / num, work)
-                turns.add(each.demand, self._used.of(each.demand.account), place)
+                turns.add(each.demand, self._used[each.demand.service_class].of(each.demand.account), place)
         return turns
 
     def told(self, key: _Key, now: float) -> list[AccountTurn]:
@@ -142,13 +146,12 @@ class AccountOrder(Generic[_Key]):
         own = dict(self._sent_by[key].rates(now)) if key in self._sent_by else {}
         for asker, per_second in self._sent.rates(now):
             found[asker].work_per_second = max(0.0, per_second - own.get(asker, 0.0))
-        least = min(self._used.of(each.demand.account) for waiting in self._waiting.values() for each in waiting)
-        ranked = sorted(found, key=lambda each: (-each[0], self._used.of(each[1])))[:_MAX_TOLD]
+        ranked = sorted(found, key=lambda each: (-each[0], self._used[each[0]].of(each[1])))[:_MAX_TOLD]
         return [
             AccountTurn(
                 account,
                 service_class,
-                max(0.0, self._used.of(account) - least),
+                max(0.0, self._used[service_class].of(account) - self._used[service_class].least_ms),
                 found[service_class, account].num,
                 found[service_class, account].work,
                 found[service_class, account].work_per_second,
@@ -157,7 +160,8 @@ class AccountOrder(Generic[_Key]):
         ]
 
     def _rank(self, waiting: _Waiting) -> tuple[int, float, float]:
-        return -waiting.demand.service_class, self._used.of(waiting.demand.account), waiting.since
+        demand = waiting.demand
+        return -demand.service_class, self._used[demand.service_class].of(demand.account), waiting.since
 
     def _work_of(self, demand: AccountDemand) -> float:
         """Return the work of one of the requests, on average."""
@@ -194,16 +198,17 @@ class Turns(Generic[_Key]):
     """What is next, as of one moment."""
 
     def __init__(self) -> None:
-        self._used: dict[str, float] = {}
+        self._used: dict[tuple[int, str], float] = {}
         self._lines: dict[tuple[int, str], list[_Place[_Key]]] = defaultdict(list)
         self._heads: list[tuple[int, float, str]] = []
         self._passed: set[_Key] = set()
 
     def add(self, demand: AccountDemand, used: float, place: _Place[_Key]) -> None:
-        self._used[demand.account] = used
-        line = self._lines[-demand.service_class, demand.account]
+        below, account = -demand.service_class, demand.account
+        self._used[below, account] = used
+        line = self._lines[below, account]
         if not line:
-            heappush(self._heads, (-demand.service_class, used, demand.account))
+            heappush(self._heads, (below, used, account))
         heappush(line, place)
 
     def next(self) -> _Key | None:
@@ -215,8 +220,8 @@ class Turns(Generic[_Key]):
                 heappop(line)
             if not line:
                 heappop(self._heads)
-            elif used < self._used[account]:
-                heapreplace(self._heads, (below, self._used[account], account))
+            elif used < self._used[below, account]:
+                heapreplace(self._heads, (below, self._used[below, account], account))
             else:
                 return line[0].key
         return None
@@ -228,7 +233,7 @@ class Turns(Generic[_Key]):
         place = heappop(line)
         place.num_left -= num_requests
         place.since += num_requests * place.gap
-        self._used[account] += num_requests * place.work
+        self._used[below, account] += num_requests * place.work
         heappush(line, place)
 
     def skip(self, key: _Key) -> None:

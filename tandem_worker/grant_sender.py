@@ -63,7 +63,7 @@ class GrantSender:
         if self._room is not None:
             self._room.refused(request, self._clock())
             submit = request.submit
-            self._divider.charge(submit.fairness_key, submit.work_of_answer - submit.work)
+            self._divider.charge(submit.fairness_key, submit.work_of_answer - submit.work, submit.priority)
         stream = request.stream
         if stream not in self._divider:
             return None
@@ -95,7 +95,7 @@ class GrantSender:
     def _charge(self, request: ActiveRequest) -> None:
         submit = request.submit
         self._divider.let_in(request.stream, submit.fairness_key, submit.work, self._clock(), submit.priority)
-        charge = partial(self._divider.charge, submit.fairness_key)
+        charge = partial(self._divider.charge, submit.fairness_key, service_class=submit.priority)
         self._meters[request] = AnswerMeter(charge, submit.work_of_answer)
 
     def reserved(self, request: ActiveRequest, mode: Mode) -> None:

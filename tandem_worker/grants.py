@@ -33,7 +33,10 @@ _DUE_SECONDS = 5.0
 UNUSED_SECONDS = 0.25
 """What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
 _STUCK_SECONDS = 2.0
-"""What a gateway that waits leaves unused for so long, of a worker whose requests pass each other, is taken back."""
+"""A gateway that waits, leaves its grant unused for so long, of a worker whose requests pass each other, and does not
+say again what waits is stopped or lost: others say that each second."""
+_SAME_SECONDS = 0.1
+"""Two reports of one request tell its age in whole milliseconds, and may take unequally long."""
 _IDLE_SECONDS = 5.0
 """A gateway that has used and asked for nothing for so long gets no grants, until it does: a message a second less."""
 _MOST_STEPS = 64
@@ -133,8 +136,7 @@ class _Gateway:
     unused_since: float | None = None
     """Since when it has had one, and has submitted nothing; None: it has none, or nothing waits."""
     is_stuck: bool = False
-    """It has left that unused for too long: it is stopped, or lost, or waits for something else. Nothing waits there
-    until it submits a request, or says what waits."""
+    """It is stopped or lost. Nothing waits there until it submits a request, or says what waits."""
 
     @property
     def waits(self) -> bool:
@@ -145,7 +147,8 @@ class _Gateway:
 
     def leaves_unused(self, now: float) -> bool:
         """Whether it has long had a grant that its first request fits, and has sent nothing and said nothing."""
-        return self.unused_since is not None and now - max(self.unused_since, self.needed_at) >= _STUCK_SECONDS
+        stuck_seconds = _STUCK_SECONDS + _TELL_SECONDS_PER_WORKER * self.demand.num_workers
+        return self.unused_since is not None and now - max(self.unused_since, self.needed_at) >= stuck_seconds
 
     def is_idle(self, now: float) -> bool:
         """Whether it needs no grant: the first requests after a pause come without one."""
@@ -229,7 +232,7 @@ class GrantDivider(Generic[_Key]):
     def demanded(self, key: _Key, demand: Demand, now: float) -> None:
         """Take in what waits at a gateway."""
         gateway = self._gateways[key]
-        if not demand.num_requests or demand.first_tokens != gateway.demand.first_tokens:
+        if not demand.num_requests or not _is_same_first(gateway.demand, gateway.demanded_at, demand, now):
             gateway.unmet_since = None
         gateway.demand, gateway.is_stuck = demand, False
         gateway.demanded_at = gateway.needed_at = now
@@ -254,9 +257,9 @@ class GrantDivider(Generic[_Key]):
                 gateway.elsewhere.work += work
                 gateway.elsewhere.num_requests += 1
 
-    def charge(self, account: str, work: float) -> None:
+    def charge(self, account: str, work: float, service_class: int = 0) -> None:
         """An account uses the worker for more than it was charged for, or for less."""
-        self._order.charge(account, work)
+        self._order.charge(account, work, service_class)
 
     def divide(self, room: Room, now: float) -> dict[_Key, Grant]:
         """Return the grants that are to be sent now."""
@@ -424,6 +427,15 @@ def _accounts(demand: Demand) -> tuple[AccountDemand, ...]:
     num_rest = demand.num_requests - sum(each.num_requests for each in demand.accounts)
     rest = AccountDemand("", REST_CLASS if demand.accounts else 0, num_rest)
     return (*demand.accounts, rest) if num_rest > 0 else demand.accounts
+
+
+def _is_same_first(old: Demand, then: float, new: Demand, now: float) -> bool:
+    """Whether the request that is next may be the one that was next: by its age, and its account."""
+    if old.first_tokens != new.first_tokens or not old.accounts or not new.accounts:
+        return old.first_tokens == new.first_tokens
+    was, one = old.accounts[0], new.accounts[0]
+    aged = abs((now - one.waited_seconds) - (then - was.waited_seconds)) <= _SAME_SECONDS
+    return aged and (was.service_class, was.account) == (one.service_class, one.account)
 
 
 def _is_less(some: _Amount, other: _Amount) -> bool:

@@ -62,7 +62,8 @@ class Attachment:
         if self.grant is None:
             return None
         if not self.is_live(now):
-            return None if self._num_without + num_requests <= NUM_WITHOUT_GRANT else False
+            few = not self._num_without or self._num_without + num_requests <= NUM_WITHOUT_GRANT
+            return None if few else False
         left = self.left()
         return left is not None and num_tokens <= left.num_tokens and num_requests <= left.num_requests
 

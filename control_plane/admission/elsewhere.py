@@ -14,7 +14,7 @@ class AccountTurn:
     account: str
     service_class: int
     lead: float
-    """What the account has used of the worker beyond the account that has used least, of those that wait."""
+    """What the account has used of the worker beyond the one that has used least, of those of the class that wait."""
     num_requests: int
     """Those that wait at other gateways."""
     work: float
@@ -58,12 +58,13 @@ class Elsewhere:
         self._turns.pop(worker, None)
         self._let_in.pop(worker, None)
 
-    def leads(self) -> dict[str, float]:
-        """Return the accounts' leads at all workers together."""
-        leads: dict[str, float] = {}
+    def leads(self) -> dict[int, dict[str, float]]:
+        """Return the accounts' leads at all workers together, by class."""
+        leads: dict[int, dict[str, float]] = {}
         for turns in self._turns.values():
-            for account, lead in {each.account: each.lead for each in turns.values()}.items():
-                leads[account] = leads.get(account, 0.0) + lead
+            for (service_class, account), turn in turns.items():
+                of_class = leads.setdefault(service_class, {})
+                of_class[account] = of_class.get(account, 0.0) + turn.lead
         return leads
 
     def work_per_second(self, now: float) -> dict[tuple[int, str], float]:

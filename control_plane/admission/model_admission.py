@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -138,7 +138,8 @@ class ModelAdmission:
     def __init__(self, bounds: Bounds, answer_token_ms: float = ASSUMED_MS_PER_ANSWER_TOKEN) -> None:
         """`answer_token_ms`: assumed until workers report steps."""
         self._bounds = bounds
-        self.counters = VirtualCounters()
+        self.counters: defaultdict[int, VirtualCounters] = defaultdict(VirtualCounters)
+        """By class."""
         self.prices = Prices(ms_per_answer_token=answer_token_ms)
         self._demands = Demands()
         self._elsewhere = Elsewhere()
@@ -193,7 +194,7 @@ class ModelAdmission:
         waiter.tried_at = now
         if not len(self):
             self._rate.waits(now)
-        self.counters.arrive(waiter.account, waiter.service_class, is_back=is_back)
+        self.counters[waiter.service_class].arrive(waiter.account, is_back=is_back)
         if waiter.is_moving:
             insort(self._moving, waiter, key=_order)
         else:
@@ -220,7 +221,7 @@ class ModelAdmission:
             line.remove(waiter)
             if not line.by_account:
                 del self._lines[waiter.service_class]
-        self.counters.leave(waiter.account, waiter.service_class)
+        self.counters[waiter.service_class].leave(waiter.account)
         self._num_by_account[waiter.account] -= 1
         if not self._num_by_account[waiter.account]:
             del self._num_by_account[waiter.account]
@@ -232,7 +233,8 @@ class ModelAdmission:
         """Return the request that is next; None: nobody waits."""
         if self._moving:
             return self._moving[0]
-        return self._lines[max(self._lines)].first(self.counters) if self._lines else None
+        service_class = max(self._lines, default=None)
+        return None if service_class is None else self._lines[service_class].first(self.counters[service_class])
 
     def _came(self, waiter: Waiter, now: float) -> None:
         """A request looks for room, or begins to wait: note it once."""
@@ -242,11 +244,14 @@ class ModelAdmission:
 
     def demand(self) -> WaitingDemand:
         """Return what waits, for the workers that generate answers."""
-        return WaitingDemand.of(self, self.first(), self.counters.of)
+        return WaitingDemand.of(self, self.first(), self._used)
 
     def prompt_demand(self) -> WaitingDemand:
         """Return what prefill workers would compute of that."""
-        return WaitingDemand.of_prompts(self, self.first(), self.counters.of, self.prefill_share)
+        return WaitingDemand.of_prompts(self, self.first(), self._used, self.prefill_share)
+
+    def _used(self, service_class: int, account: str) -> float:
+        return self.counters[service_class].of(account) if service_class in self.counters else 0.0
 
     def let_in(self, waiter: Waiter, device_ms: float, now: float) -> None:
         """A request was sent to a worker, whose device its prompt takes for `device_ms`.
@@ -257,20 +262,21 @@ class ModelAdmission:
         if waiter.order is not None:
             self._weigh(waiter)
             self._rate.let_in(waiter.work, now)
-        self.counters.let_in(waiter.account, waiter.service_class)
         waiter.charged_ms = device_ms + waiter.num_answer_tokens * self.prices.ms_per_answer_token
-        self.counters.charge(waiter.account, waiter.charged_ms)
+        counters = self.counters[waiter.service_class]
+        counters.let_in(waiter.account)
+        counters.charge(waiter.account, waiter.charged_ms)
 
     def take_back(self, waiter: Waiter) -> None:
         """The workers have not taken a request that was let in."""
-        self.counters.charge(waiter.account, -waiter.charged_ms)
+        self.counters[waiter.service_class].charge(waiter.account, -waiter.charged_ms)
         if waiter.order is not None:
             self._rate.take_back(waiter.work)
 
     def started(self, waiter: Waiter, num_computed_tokens: int, device_ms: float) -> AnswerMeter:
         """The workers have taken a request; the prices learn from its route. Return what charges for its answers."""
         self.prices.routed(num_computed_tokens, device_ms)
-        counters, prices, account = self.counters, self.prices, waiter.account
+        counters, prices, account = self.counters[waiter.service_class], self.prices, waiter.account
         return AnswerMeter(
             lambda num_tokens: counters.charge(account, num_tokens * prices.ms_per_answer_token),
             waiter.num_answer_tokens,
@@ -290,7 +296,9 @@ class ModelAdmission:
         if new.num_requests:
             self._rate.let_in(new.work, now, new.num_requests)
         token_ms = self.prices.ms_per_answer_token
-        self.counters.follow({account: token_ms * lead for account, lead in self._elsewhere.leads().items()})
+        for service_class, leads in self._elsewhere.leads().items():
+            if service_class in self.counters:
+                self.counters[service_class].follow({account: token_ms * lead for account, lead in leads.items()})
 
     def stepped(self, worker: str, step_seconds: float, num_tokens: float, now: float) -> None:
         """A decode worker of the model has reported its steps since its last report.
@@ -304,20 +312,24 @@ class ModelAdmission:
         self.prices.stepped(step_seconds, num_tokens)
         if self.prices.is_measured and not was_measured:
             factor = self.prices.ms_per_answer_token / assumed_ms
-            self.counters.scale(factor)
+            for counters in self.counters.values():
+                counters.scale(factor)
             self._demands.scale(factor)
 
-    def used_elsewhere(self, account: str, num_prompt_tokens: float, num_answer_tokens: float) -> None:
+    def used_elsewhere(
+        self, service_class: int, account: str, num_prompt_tokens: float, num_answer_tokens: float
+    ) -> None:
         """Other gateways' requests of an account have had so many tokens computed and sampled at the model's workers.
 
         For the simulator, whose workers grant nothing; from grants comes the same, and more (`turns`). So all gateways
         that an account asks count it alike. While nobody waits here, that puts nobody in debt: accounts rejoin where it
         is.
         """
-        if self.counters.knows(account):
+        counters = self.counters[service_class]
+        if counters.knows(account):
             if not len(self):
-                self.counters.let_in(account)
-            self.counters.charge(account, self.prices.tokens_ms(num_prompt_tokens, num_answer_tokens))
+                counters.let_in(account)
+            counters.charge(account, self.prices.tokens_ms(num_prompt_tokens, num_answer_tokens))
 
     def worker_gone(self, worker: str, now: float) -> None:
         self._workers.discard(worker)
@@ -335,8 +347,9 @@ class ModelAdmission:
     def pass_by(self, waiter: Waiter, now: float) -> None:
         """A request need not wait: its account rejoins all the same."""
         self._came(waiter, now)
-        self.counters.arrive(waiter.account, waiter.service_class)
-        self.counters.leave(waiter.account, waiter.service_class)
+        counters = self.counters[waiter.service_class]
+        counters.arrive(waiter.account)
+        counters.leave(waiter.account)
 
     def predicted_wait_seconds(self, newcomer: Waiter, now: float) -> float | None:
         """Predict when the turn of a request would come that comes now, or waits; None: nothing is known.
@@ -377,11 +390,11 @@ class ModelAdmission:
             elif service_class == own_class:
                 others.setdefault(account, _Other()).asked_ms += token_ms * work_per_second
         own_ms, before_ms = token_ms * own_work, token_ms * before + token_ms * self._rate.mean_work / 2
-        turn_ms = self.counters.rejoins_at(newcomer.account, own_class) + own_ms
-        least_ms = self.counters.least_ms(own_class)
+        counters = self.counters[own_class]
+        turn_ms, least_ms = counters.rejoins_at(newcomer.account) + own_ms, counters.least_ms
         lacking: list[tuple[_Other, float, float]] = []
         for account, other in others.items():
-            used_ms = self.counters.of(account) if other.num else max(least_ms, self.counters.of(account))
+            used_ms = counters.of(account) if other.num else max(least_ms, counters.of(account))
             if account != newcomer.account and used_ms <= turn_ms:
                 waiting_ms = token_ms * other.work
                 lacking.append((other, waiting_ms, _before(turn_ms - used_ms, waiting_ms, other.num)))

@@ -65,8 +65,8 @@ class WaitingDemand:
     """Those that are next."""
 
     @classmethod
-    def of(cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[str], float]) -> WaitingDemand:
-        """`used` returns an account's counter: the least is next."""
+    def of(cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[int, str], float]) -> WaitingDemand:
+        """`used` returns the counter of a class and account: the least is next."""
         if first is None:
             return cls()
         found = list(waiting)
@@ -77,7 +77,7 @@ class WaitingDemand:
 
     @classmethod
     def of_prompts(
-        cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[str], float], share: PrefillShare
+        cls, waiting: Iterable[Waiting], first: Waiting | None, used: Callable[[int, str], float], share: PrefillShare
     ) -> WaitingDemand:
         """Return the same for prefill workers: what they would compute of it, each prompt once.
 
@@ -116,13 +116,13 @@ def _head(demand: AccountDemand) -> tuple[int, str, float]:
 
 
 def _accounts(
-    waiting: Sequence[Waiting], used: Callable[[str], float], *, has_choices: bool = True
+    waiting: Sequence[Waiting], used: Callable[[int, str], float], *, has_choices: bool = True
 ) -> tuple[AccountDemand, ...]:
     by_account: dict[tuple[int, str], list[Waiting]] = {}
     for each in waiting:
         service_class = MOVING if each.is_moving else each.service_class
         by_account.setdefault((service_class, each.account), []).append(each)
-    ranked = sorted(by_account, key=lambda each: (-each[0], used(each[1])))[:_MAX_ACCOUNTS]
+    ranked = sorted(by_account, key=lambda each: (-each[0], used(*each)))[:_MAX_ACCOUNTS]
     return tuple(
         AccountDemand(
             account,

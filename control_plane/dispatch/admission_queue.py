@@ -203,7 +203,7 @@ class AdmissionQueue:
         is_behind = room.must_wait(waiter) or num_elsewhere > 0
         wait_seconds = (self._predicted_seconds(waiter) or 0.0) if is_behind else 0.0
         name = ServiceClass(waiter.service_class).name.lower()
-        used_ms = room.counters.of(waiter.account)
+        used_ms = room.counters[waiter.service_class].of(waiter.account)
         return Standing(name, 1000.0 * wait_seconds, len(room), waiter.cost_ms, used_ms, num_elsewhere)
 
     def _predicted_seconds(self, waiter: Waiter) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from tandem.v1 import types_pb2 as pb
 _LEAST_SECONDS = 0.05
 _SECONDS_PER_WORKER = 0.001
 """The workers of a model hear of what waits for it in messages so far apart, on average."""
+_AGAIN_SECONDS = 1.0
+"""While requests wait, workers hear of them so often, also if they are the same: else the gateway may be lost."""
 _NOTHING = WaitingDemand()
 
 
@@ -24,6 +26,9 @@ class _Model:
     sent: dict[pb.WorkerRole.ValueType, WaitingDemand] = field(default_factory=dict)
     """By role."""
     is_changed: bool = False
+    told_at: float = 0.0
+    not_before: float = 0.0
+    """By the loop's time: when they may be told again."""
     timer: asyncio.TimerHandle | None = None
 
     def sent_to(self, role: pb.WorkerRole.ValueType) -> WaitingDemand:
@@ -74,29 +79,49 @@ class DemandReports:
         self._queue.listen(lambda model_id: None)
 
     def _changed(self, model_id: str) -> None:
+        loop = asyncio.get_running_loop()
         model = self._models.setdefault(model_id, _Model())
         model.is_changed = True
-        if model.timer is None:
-            model.timer = asyncio.get_running_loop().call_later(0.0, self._report, model_id)
+        at = max(loop.time(), model.not_before)
+        if model.timer is None or model.timer.when() > at:
+            self._look(model_id, model, at)
+
+    def _look(self, model_id: str, model: _Model, at: float) -> None:
+        if model.timer is not None:
+            model.timer.cancel()
+        model.timer = asyncio.get_running_loop().call_at(at, self._report, model_id)
 
     def _report(self, model_id: str) -> None:
-        model = self._models[model_id]
+        model, now = self._models[model_id], asyncio.get_running_loop().time()
         model.timer = None
-        if not model.is_changed:
-            if not any(demand.num_requests for demand in model.sent.values()):
-                del self._models[model_id]
+        is_again = now - model.told_at >= _AGAIN_SECONDS
+        if not model.is_changed and not any(demand.num_requests for demand in model.sent.values()):
+            del self._models[model_id]
             return
         model.is_changed = False
         demands = {role: self._demand(model_id, role) for role in self._roles}
-        changed = {role: demand for role, demand in demands.items() if demand.differs(model.sent_to(role))}
-        model.sent.update(changed)
-        num_workers, workers = 0, self._registry.workers_of(model_id) if changed else []
-        messages = {role: _message(each, self._queue.now(), len(workers)) for role, each in changed.items()}
-        for worker in workers:
-            if (message := messages.get(worker.role)) is not None:
-                num_workers += self._links.report_waiting(worker.incarnation, message)
-        seconds = max(_LEAST_SECONDS, _SECONDS_PER_WORKER * num_workers)
-        model.timer = asyncio.get_running_loop().call_later(seconds, self._report, model_id)
+        told = {
+            role: demand
+            for role, demand in demands.items()
+            if demand.differs(model.sent_to(role)) or (is_again and demand.num_requests)
+        }
+        if told:
+            model.told_at = now
+            model.not_before = now + max(_LEAST_SECONDS, _SECONDS_PER_WORKER * self._tell(model_id, told))
+            model.sent.update(told)
+        waits = any(demand.num_requests for demand in model.sent.values())
+        again_at = model.told_at + _AGAIN_SECONDS if waits else 0.0
+        self._look(model_id, model, max(model.not_before, again_at))
+
+    def _tell(self, model_id: str, demands: Mapping[pb.WorkerRole.ValueType, WaitingDemand]) -> int:
+        """Tell the model's workers of these roles what waits; return how many hear of it."""
+        workers = self._registry.workers_of(model_id)
+        messages = {role: _message(each, self._queue.now(), len(workers)) for role, each in demands.items()}
+        return sum(
+            self._links.report_waiting(worker.incarnation, messages[worker.role])
+            for worker in workers
+            if worker.role in messages
+        )
 
     def _demand(self, model_id: str, role: pb.WorkerRole.ValueType) -> WaitingDemand:
         is_prefill = role == pb.WORKER_ROLE_PREFILL

@@ -299,6 +299,8 @@ class EncodingDispatch:
 
     def _granted(self, worker: Worker, grant: pb.Grant) -> None:
         """Take in a grant, and let the next part of the model look if it is within it."""
+        if not self._registry.is_here(worker):
+            return
         model_id = worker.info.card.model_id
         self._unable.discard(worker.incarnation)
         self.queue.granted(model_id, worker.incarnation, turns_of(grant), let_in_of(grant))

@@ -160,8 +160,7 @@ class RoomKeeper:
 
     def _granted(self, worker: Worker, grant: pb.Grant) -> None:
         """Take in a grant, and let the next request of the model look if it is within it."""
-        known = self._registry.get(worker.worker_id)
-        if known is None or known.incarnation != worker.incarnation:
+        if not self._registry.is_here(worker):
             return  # it drains on its open stream, and what it tells would never be forgotten
         self.rooms.granted(worker.incarnation)
         model_id = worker.info.card.model_id

@@ -171,6 +171,11 @@ class WorkerRegistry:
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
+    def is_here(self, worker: Worker) -> bool:
+        """Return whether this incarnation of a worker is registered."""
+        known = self._workers.get(worker.worker_id)
+        return known is not None and known.incarnation == worker.incarnation
+
     def kv_services(self, host_id: str | None = None) -> list[cp.KvServiceAddress]:
         """Return the addresses of the KV services, of one host or of all."""
         return [

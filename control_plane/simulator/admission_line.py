@@ -72,7 +72,7 @@ class AdmissionLine:
         self._waiting: dict[Waiter, TraceRequest] = {}
         self._running: dict[int, _Metered] = {}
         self._metered_at = 0.0
-        self._used: dict[tuple[str, str], Use] = {}
+        self._used: dict[tuple[str, int, str], Use] = {}
         """By model and account, since `take_use`."""
         self.shadows: dict[int, Shadow] = {}
         """Of the requests that were refused as they came, by number."""
@@ -215,17 +215,18 @@ class AdmissionLine:
     # ----------------------------------------------------------------------------------------- what other gateways use
 
     def _use_of(self, request: TraceRequest) -> Use:
-        return self._used.setdefault((request.model, request.account), Use())
+        service_class = class_of(request.service_tier, request.account, _PRIORITY_ACCOUNTS)
+        return self._used.setdefault((request.model, service_class, request.account), Use())
 
-    def take_use(self) -> dict[tuple[str, str], Use]:
+    def take_use(self) -> dict[tuple[str, int, str], Use]:
         """Return what accounts have used at this gateway since it was asked last."""
         used, self._used = self._used, {}
         return used
 
-    def used_elsewhere(self, used: dict[tuple[str, str], Use]) -> None:
+    def used_elsewhere(self, used: dict[tuple[str, int, str], Use]) -> None:
         """The workers tell what accounts have used at another gateway."""
-        for (model, account), use in used.items():
-            self._room(model).used_elsewhere(account, use.num_computed, use.num_sampled)
+        for (model, service_class, account), use in used.items():
+            self._room(model).used_elsewhere(service_class, account, use.num_computed, use.num_sampled)
 
     def _room(self, model: str) -> ModelAdmission:
         room = self._rooms.get(model)

@@ -38,7 +38,7 @@ class Hindsight:
 
     def refused(self, waiter: Waiter, room: ModelAdmission, now: float) -> Shadow:
         """Return what will tell of a request that is refused as it comes."""
-        rejoins_at_ms = room.counters.rejoins_at(waiter.account, waiter.service_class)
+        rejoins_at_ms = room.counters[waiter.service_class].rejoins_at(waiter.account)
         shadow = Shadow(waiter.account, waiter.service_class, now, rejoins_at_ms)
         self._pending.append(shadow)
         return shadow
@@ -50,10 +50,10 @@ class Hindsight:
         """
         while self._pending and now - self._pending[0].came_at > self._longest_seconds:
             self._pending.popleft()
-        theirs = _place(waiter.service_class, room.counters.of(waiter.account), waiter.came_at)
+        theirs = _place(waiter.service_class, room.counters[waiter.service_class].of(waiter.account), waiter.came_at)
         left: deque[Shadow] = deque()
         for shadow in self._pending:
-            used_ms = max(room.counters.of(shadow.account), shadow.rejoins_at_ms)
+            used_ms = max(room.counters[shadow.service_class].of(shadow.account), shadow.rejoins_at_ms)
             if waiter.order is None:  # nobody waited whom it would not go before
                 has_turn = not len(room) or shadow.service_class >= waiter.service_class
             else:

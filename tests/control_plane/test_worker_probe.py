@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
 import pytest
@@ -38,6 +39,21 @@ async def test_a_probe_goes_through_the_worker_that_is_named() -> None:
             peers = {each.worker_id for each in workers if each.role == worker.role}
             assert got & peers == {worker.worker_id}
             assert got - peers == {probed.partner}, "the other half was computed by one of the other role"
+
+
+async def test_probes_leave_nothing_that_listens_to_workers() -> None:
+    async with harness(ScriptedWorker("prefill-0", PREFILL), ScriptedWorker("decode-0"), ScriptedWorker("d")) as here:
+        probe = prober(here)
+        assert (await probe.probe("decode-0")).is_proven
+        num = len(here.registry._listeners), len(here.registry._load_listeners), len(here.links._grant_listeners)
+        together = await asyncio.gather(*(probe.probe(name) for name in ("decode-0", "d", "prefill-0") * 3))
+        assert all(each.is_proven for each in together)
+        assert num == (
+            len(here.registry._listeners),
+            len(here.registry._load_listeners),
+            len(here.links._grant_listeners),
+        )
+        await probe.close()
 
 
 @pytest.mark.parametrize("role_of_sick", ["prefill", "decode"])

@@ -161,3 +161,14 @@ def test_what_a_gateway_sent_before_another_came_is_not_taken_for_more() -> None
     order.demanded("b", [AccountDemand("x")], 100.0)
     (turn,) = order.told("b", 100.0)
     assert turn.work_per_second_elsewhere == pytest.approx(10.0, rel=0.05)
+
+
+def test_what_an_account_uses_in_another_class_changes_no_turn() -> None:
+    order: AccountOrder[str] = AccountOrder()
+    for _ in range(100):
+        order.let_in("a", "urgent", 100.0, 0.0, 1)
+    order.demanded("a", [AccountDemand("x"), AccountDemand("urgent", 1)], 0.0)
+    order.demanded("b", [AccountDemand("y")], 0.0)
+    order.let_in("a", "x", 1.0, 0.0, 1)
+    leads = {(turn.account, turn.service_class): turn.lead for turn in order.told("b", 1e6)}
+    assert leads["x", 0] == leads["y", 0] == 0.0

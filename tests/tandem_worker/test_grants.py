@@ -223,6 +223,21 @@ def test_requests_that_pass_a_large_one_do_not_put_off_its_turn() -> None:
     assert grants["both"].num_tokens >= 700 + 900
 
 
+def test_requests_of_one_size_that_need_less_than_they_say_are_not_taken_for_one_that_waits_for_long() -> None:
+    divider = divider_of("cached", "other")
+    for tick in range(100):
+        now = tick / 10
+        accounts = (AccountDemand("x", num_requests=50, work=50.0, waited_seconds=1.0),)  # another request each time
+        divider.seen("cached", 1000)
+        divider.demanded("cached", Demand(50 * 900, 50, 900, 1, accounts), now)
+        divider.seen("other", 1000)
+        divider.demanded("other", waits(50, 100, y=50), now)
+        divider.divide(Room(300, 5, most_tokens=2000), now)
+        divider.submitted("cached", 100, now)
+        divider.submitted("other", 100, now)
+    assert divider.divide(Room(600, 5, most_tokens=2000), 10.0)["other"].num_tokens >= 100 * 100 + 300
+
+
 def test_a_gateway_that_says_nothing_any_more_keeps_no_room_until_it_does() -> None:
     divider, room, seats = divider_of("lost", "here"), Room(1000, 4), {"lost": 0, "here": 0}
     divider.demanded("lost", waits(50), 0.0)

@@ -52,7 +52,7 @@ def test_an_account_in_debt_waits_for_those_that_have_had_less() -> None:
     for account in ("a", "b"):
         for _ in range(5):
             admission.enter(Waiter("m", account, cost_ms=100.0), 0.0)
-    admission.counters.charge("a", 400.0)
+    admission.counters[0].charge("a", 400.0)
 
     def wait_of(account: str) -> float | None:
         return admission.predicted_wait_seconds(Waiter("m", account, cost_ms=100.0), 1000.0)

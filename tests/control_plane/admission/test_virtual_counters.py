@@ -52,22 +52,35 @@ def test_an_idle_account_rejoins_at_the_least_counter_of_those_that_wait() -> No
     assert counters.of("idle") == 250, "it waited all the while: nothing lifts it"
 
 
-def test_an_account_rejoins_among_its_class_and_one_that_looked_for_room_in_vain_where_it_was() -> None:
+def test_an_account_that_looked_for_room_in_vain_keeps_its_counter() -> None:
     counters = VirtualCounters()
-    counters.arrive("batch", -1)
-    counters.arrive("a")
     counters.charge("a", 500.0)
-    counters.charge("idle", 10.0)
-    counters.arrive("idle")
-    assert counters.of("idle") == 500, "the batch waits for hours with its counter"
-    counters.leave("a")
-    counters.leave("idle")
     counters.let_in("a")
-    counters.arrive("other", -1)
-    assert counters.of("other") == 0.0
     counters.charge("looks", -300.0)
     counters.arrive("looks", is_back=True)
     assert counters.of("looks") == 200.0
+    counters.leave("looks")
+    counters.arrive("looks")
+    assert counters.of("looks") == 500.0, "it was idle"
+
+
+def test_what_an_account_uses_in_one_class_is_no_debt_and_no_credit_in_another() -> None:
+    admission, now = ModelAdmission(BOUNDS), 0.0
+    for account in ("both", "lowest"):
+        admission.enter(Waiter("m", account, -1), now)
+    for account in ("both", "other"):
+        admission.enter(Waiter("m", account), now)
+    for _ in range(50):
+        admission.let_in(Waiter("m", "both", 1, order=0), 100.0, now)
+        admission.let_in(Waiter("m", "both", order=0), 100.0, now)
+        admission.let_in(Waiter("m", "other", order=0), 100.0, now)
+    counters = admission.counters
+    assert counters[0].of("both") == counters[0].of("other") > 0.0
+    admission.pass_by(Waiter("m", "other", 1), now)
+    assert counters[0].of("other") == counters[0].of("both"), "a request of another class"
+    admission.pass_by(Waiter("m", "idle"), now)
+    assert counters[0].of("idle") == counters[0].of("both"), "the lowest class waits with its counters"
+    assert counters[-1].of("both") == counters[-1].of("lowest") == 0.0
 
 
 def test_debt_is_carried_through_idleness() -> None:
@@ -135,7 +148,7 @@ def test_a_request_that_the_workers_did_not_take_is_not_charged() -> None:
     admission.leave(waiter, 1.0)
     admission.let_in(waiter, 100.0, 1.0)
     admission.take_back(waiter)
-    assert admission.counters.of("a") == 0
+    assert admission.counters[0].of("a") == 0
     assert admission.predicted_wait_seconds(Waiter("m", "a", 0, cost_ms=1.0), 2.0) is None
 
 
@@ -144,18 +157,18 @@ def test_an_answer_is_charged_in_advance_as_long_as_predicted_and_then_as_long_a
     admission.stepped("w", 1.0, 500, 0.0)
     waiter = Waiter("m", "a", num_answer_tokens=10)
     admission.let_in(waiter, 50.0, 0.0)
-    assert admission.counters.of("a") == 50 + 10 * 2
+    assert admission.counters[0].of("a") == 50 + 10 * 2
     meter = admission.started(waiter, 100, 50.0)
     meter.answered(8)
-    assert admission.counters.of("a") == 70, "paid in advance"
+    assert admission.counters[0].of("a") == 70, "paid in advance"
     meter.answered(3)
     meter.ended()
-    assert admission.counters.of("a") == 72
+    assert admission.counters[0].of("a") == 72
     short = admission.started(Waiter("m", "a", num_answer_tokens=10), 100, 50.0)
     short.answered(4)
     short.ended()
     short.ended()
-    assert admission.counters.of("a") == 72 - 6 * 2
+    assert admission.counters[0].of("a") == 72 - 6 * 2
 
 
 def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
@@ -163,10 +176,10 @@ def test_what_an_account_has_used_at_other_gateways_counts_here_too() -> None:
     admission.stepped("w", 1.0, 500, 0.0)
     for account in ("a", "b"):
         admission.enter(Waiter("m", account), 0.0)
-    admission.used_elsewhere("a", 0, 100)
-    admission.used_elsewhere("stranger", 0, 100)
-    assert (admission.counters.of("a"), admission.counters.of("b")) == (200, 0)
-    assert len(admission.counters) == 2, "who has not asked here is not kept"
+    admission.used_elsewhere(0, "a", 0, 100)
+    admission.used_elsewhere(0, "stranger", 0, 100)
+    assert (admission.counters[0].of("a"), admission.counters[0].of("b")) == (200, 0)
+    assert len(admission.counters[0]) == 2, "who has not asked here is not kept"
     first = admission.first()
     assert first is not None and first.account == "b"
 
@@ -176,11 +189,11 @@ def test_what_was_used_elsewhere_while_nobody_waits_here_puts_nobody_in_debt() -
     admission.stepped("w", 1.0, 500, 0.0)
     admission.pass_by(Waiter("m", "a"), 0.0)
     for _ in range(10):
-        admission.used_elsewhere("a", 0, 100)
+        admission.used_elsewhere(0, "a", 0, 100)
     for account in ("b", "a"):
         admission.enter(Waiter("m", account), 0.0)
-    assert admission.counters.of("a") == 2000
-    assert admission.counters.of("b") == pytest.approx(1800), "it rejoins where the other was last"
+    assert admission.counters[0].of("a") == 2000
+    assert admission.counters[0].of("b") == pytest.approx(1800), "it rejoins where the other was last"
 
 
 def test_who_was_let_in_does_not_have_the_next_turn_too_before_it_has_any_token() -> None:
@@ -202,18 +215,18 @@ def test_the_first_report_makes_what_was_charged_at_an_assumed_price_right() -> 
     admission.let_in(Waiter("m", "a", num_answer_tokens=10), 0.0, 0.0)
     waiting = Waiter("m", "b", cost_ms=80.0)
     admission.enter(waiting, 0.0)
-    before = admission.counters.of("a")
+    before = admission.counters[0].of("a")
     assert before > 0
     admission.stepped("w", 0.0, 0.0, 0.0)  # nothing ran yet
-    assert admission.counters.of("a") == before
+    assert admission.counters[0].of("a") == before
     assumed_ms = admission.prices.ms_per_answer_token
     admission.stepped("w", 1.0, 500, 0.0)
-    assert admission.counters.of("a") == pytest.approx(10 * 2)
-    admission.counters.charge("b", 20.0)
+    assert admission.counters[0].of("a") == pytest.approx(10 * 2)
+    admission.counters[0].charge("b", 20.0)
     predicted = admission.predicted_wait_seconds(Waiter("m", "b"), 0.0)
     assert predicted == pytest.approx((80.0 / assumed_ms) * 2 / 1000), "what waits is as much work as before"
     admission.stepped("w", 3.0, 500, 0.0)
-    assert admission.counters.of("a") == pytest.approx(10 * 2), "a later price is for later tokens"
+    assert admission.counters[0].of("a") == pytest.approx(10 * 2), "a later price is for later tokens"
 
 
 def test_leads_of_the_workers_make_the_order_and_the_account_that_is_next_here_keeps_its_counter() -> None:

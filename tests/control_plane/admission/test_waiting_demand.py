@@ -8,7 +8,7 @@ from control_plane.admission.model_admission import Waiter
 from control_plane.admission.waiting_demand import MOVING, AccountDemand, PrefillShare, WaitingDemand
 
 
-def used(account: str) -> float:
+def used(service_class: int, account: str) -> float:
     """Accounts have used what their names say."""
     return float(ord(account))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from control_plane.admission.attachment import Attachment, Grant
 from control_plane.admission.worker_rooms import Report, WorkerRooms
 
 REPORT = Report(num_free_tokens=1000, num_total_tokens=2000, tokens_per_block=10, num_live=4, max_running=8)
@@ -91,3 +92,13 @@ def test_nothing_known_is_no_reason_to_wait_and_what_is_gone_is_forgotten() -> N
     rooms.forget("w")
     call.refused()
     assert len(rooms) == 0
+
+
+def test_a_few_requests_go_by_the_estimate_once_a_grant_has_expired_or_one_of_any_number_of_answers() -> None:
+    attachment = Attachment()
+    attachment.granted(Grant(1, 1000, 9, valid_seconds=2.0), 0.0)
+    assert attachment.has_room(100, 9, 1.0) is True
+    assert attachment.has_room(100, 16, 3.0) is None
+    attachment.sent(100, 3.0)
+    assert attachment.has_room(100, 4, 3.0) is False
+    assert attachment.has_room(100, 3, 3.0) is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import cast
+
+import pytest
 
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.demand_reports import DemandReports
@@ -28,12 +31,14 @@ class _Workers:
     def __init__(self, *names: str) -> None:
         self.all = {name: decode_worker(name) for name in names}
         self.heard: dict[str, int] = {}
+        self.num_heard = 0
 
     def reports(self, queue: AdmissionQueue) -> DemandReports:
         registry = SimpleNamespace(workers_of=lambda model_id: list(self.all.values()))
         return DemandReports(cast(WorkerRegistry, registry), self, queue)
 
     def report_waiting(self, incarnation: str, waiting: pb.WaitingRequests) -> bool:
+        self.num_heard += 1
         self.heard[incarnation] = waiting.num_requests
         return True
 
@@ -64,4 +69,22 @@ async def test_a_worker_that_attaches_before_a_report_does_not_believe_in_reques
     third = await begin(queue, MODEL)
     await end(third)
     assert workers.heard == {"a": 0}
+    reports.close()
+
+
+async def test_what_waits_is_told_again_and_a_change_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.dispatch.demand_reports._AGAIN_SECONDS", 0.1)
+    queue, workers = queue_of(), _Workers("a")
+    reports = workers.reports(queue)
+    first = await begin(queue, MODEL)
+    await until(lambda: workers.num_heard >= 3)
+    assert workers.heard == {"a": 1}
+    monkeypatch.setattr("control_plane.dispatch.demand_reports._AGAIN_SECONDS", 1e6)
+    loop = asyncio.get_running_loop()
+    await until(lambda: (timer := reports._models[MODEL].timer) is not None and timer.when() > loop.time() + 1e5)
+    second = await begin(queue, MODEL)
+    await until(lambda: workers.heard == {"a": 2})
+    await end(first, second)
+    await until(lambda: workers.heard == {"a": 0})
+    await until(lambda: not reports._models)
     reports.close()

@@ -293,7 +293,7 @@ async def test_what_a_part_was_charged_is_given_back_if_it_ends_as_its_turn_come
     fleet.grant("a", 0)
     ending = asyncio.create_task(fleet.values(inputs(50)))
     await until(lambda: len(fleet.dispatch.queue) == 1)
-    counters = fleet.dispatch.queue.room(MODEL.model_id).counters
+    counters = fleet.dispatch.queue.room(MODEL.model_id).counters[0]
     fleet.grant("a", 50)
     await asyncio.sleep(0)
     assert counters.of("me") == 50.0
@@ -323,7 +323,7 @@ async def test_work_is_counted_in_tokens_as_workers_count_it_and_forgotten_with_
     room = fleet.dispatch.queue.room(MODEL.model_id)
     assert [each.work for each in fleet.dispatch.queue.demand(MODEL.model_id).accounts] == [50.0, 50.0]
     fleet.tell("a", me=30.0, you=0.0)
-    assert room.counters.of("me") - room.counters.of("you") == 30.0
+    assert room.counters[0].of("me") - room.counters[0].of("you") == 30.0
     fleet.register("a", "2")
     assert room._elsewhere.leads() == {}
     fleet.grant("a", 100)

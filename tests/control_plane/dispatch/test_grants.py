@@ -175,7 +175,7 @@ async def test_an_account_whose_client_leaves_before_the_worker_answers_is_charg
         await granted(here, worker)
         asked = asyncio.create_task(here.dispatcher.submit(new_request(account="x")))
         await worker.until(lambda worker: len(worker.submits) == 1)
-        counters = here.dispatcher.queue.room(MODEL).counters
+        counters = here.dispatcher.queue.room(MODEL).counters[0]
         assert counters.of("x") > 0.0
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)

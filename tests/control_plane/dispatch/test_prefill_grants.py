@@ -91,7 +91,7 @@ async def test_the_order_of_accounts_is_that_of_decode_workers() -> None:
         await have_granted(here, prefill, decode)
         waiting = wait_for(here, MODEL, "xy")
         await decode.until(lambda worker: worker.waiting.num_requests == 2)
-        counters = here.dispatcher.queue.room(MODEL).counters
+        counters = here.dispatcher.queue.room(MODEL).counters[0]
 
         async def told(worker: ScriptedWorker) -> float:
             """Return by how much x is before y once a worker has said that x has used more."""
@@ -114,9 +114,9 @@ async def test_what_workers_told_is_forgotten_when_they_go_or_when_others_tell_i
     async with harness(first, second, decode, queue_seconds=60) as here:
         await have_granted(here, first, second)
         room = here.dispatcher.queue.room(MODEL)
-        assert room._elsewhere.leads() == {"x": 200.0, "y": 0.0}
+        assert room._elsewhere.leads() == {0: {"x": 200.0, "y": 0.0}}
         here.registry.deregister(first.worker_id, first.incarnation)
-        assert room._elsewhere.leads() == {"x": 100.0, "y": 0.0}
+        assert room._elsewhere.leads() == {0: {"x": 100.0, "y": 0.0}}
         await have_granted(here, await here.add(granting("e", DECODE, 1)))
         assert room._elsewhere.leads() == {}, "decode workers tell of all that waits"
 

@@ -87,11 +87,9 @@ class AccountOrder(Generic[_Key]):
         if demands:
             self._waiting[key] = [_Waiting(each, now - each.waited_seconds) for each in demands]
         for each in demands:
-            if each.service_class != REST_CLASS:
-                self._used[each.service_class].arrive(each.account)
+            self._used[each.service_class].arrive(each.account)
         for gone in before:
-            if gone.demand.service_class != REST_CLASS:
-                self._used[gone.demand.service_class].leave(gone.demand.account)
+            self._used[gone.demand.service_class].leave(gone.demand.account)
 
     def charge(self, account: str, work: float, service_class: int = 0) -> None:
         """An account uses the worker; a negative amount takes a charge back."""

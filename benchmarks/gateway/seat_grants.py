@@ -63,7 +63,8 @@ class SeatGrants:
     def began(self, stream: Stream, submit: pb.Submit) -> AnswerMeter:
         """A request has its seat; return what charges its account for its answer."""
         self._divider.let_in(stream, submit.fairness_key, submit.work, time.monotonic(), submit.priority)
-        return AnswerMeter(partial(self._divider.charge, submit.fairness_key), submit.work_of_answer)
+        charge = partial(self._divider.charge, submit.fairness_key, service_class=submit.priority)
+        return AnswerMeter(charge, submit.work_of_answer)
 
     def ended(self) -> None:
         """A seat is free."""

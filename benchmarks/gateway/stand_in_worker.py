@@ -122,7 +122,6 @@ class _Answer:
         self._max_tokens = submit.sampling.max_tokens
         self._position = num_shared_tokens + len(submit.token_ids)
         self._end = submit.num_prompt_tokens + submit.sampling.max_tokens
-        self.fairness_key = submit.fairness_key
         self._output = pb.TokenOutput(
             request_id=submit.request_id, attempt=submit.attempt, choice_index=submit.choice_index, token_ids=[0]
         )
@@ -130,11 +129,6 @@ class _Answer:
     @property
     def is_over(self) -> bool:
         return self._position >= self._end
-
-    @property
-    def num_computed(self) -> int:
-        """Prompt tokens that count as computed now: all of them, at the end."""
-        return self._num_prompt_tokens if self.is_over else 0
 
     def next(self) -> pb.TokenOutput:
         output = self._output

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from control_plane.fleet.registry import Worker
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.sample_points import Keys, PlaceChanges, SamplePointIndex
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -39,17 +39,22 @@ _NO_KEYS: Keys = np.zeros(0, _KEY)
 
 
 class BlockEventReader:
-    """Follows the block events of all hosts. `changed` is a listener of the registry; all on the event loop."""
+    """Follows the block events of all hosts; of the KV service that counts for each, by the registry.
+
+    Listens to the registry; all on the event loop.
+    """
 
     def __init__(
         self,
         index: SamplePointIndex,
+        registry: WorkerRegistry,
         incarnation: str,
         member: FleetMember | None = None,
         on_heartbeat: Callable[[cp.HeartbeatRequest, str], object] = lambda beat, host_id: None,
     ) -> None:
         """`on_heartbeat` is called with each heartbeat that a host passes on, and the host's id; it may raise."""
         self._index = index
+        self._registry = registry
         self._on_heartbeat = on_heartbeat
         self._refused: set[str] = set()
         """Hosts of which a heartbeat was refused: that is logged once."""
@@ -63,8 +68,10 @@ class BlockEventReader:
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns()
         self.num_batches = 0
+        """Of all hosts."""
+        registry.listen(self._changed)
 
-    def changed(self, worker: Worker, is_here: bool) -> None:
+    def _changed(self, worker: Worker, is_here: bool) -> None:
         """Take in that a worker is here, has changed or is gone."""
         if worker.role != pb.WORKER_ROLE_KV:
             if not is_here:
@@ -72,18 +79,17 @@ class BlockEventReader:
                 self._index.forget_pool(worker.incarnation)
             return
         host_id = worker.info.host_id
-        following = self._following.get(host_id)
-        is_same = following is not None and _service(following.worker) == _service(worker)
-        if is_here and not is_same:
+        following, service = self._following.get(host_id), self._registry.kv_service_of(host_id)
+        if service is None:
             self._stop(host_id)
-            following = self._following[host_id] = _Following(worker)
+            self._index.forget_host(host_id)
+        elif following is None or _service(following.worker) != _service(service):
+            self._stop(host_id)
+            following = self._following[host_id] = _Following(service)
             loop = supervised(
                 "block-events", partial(self._follow, following), longest_pause_seconds=_LONGEST_PAUSE_SECONDS
             )
             following.task = self._tasks.spawn(loop, name=f"block-events-{host_id}")
-        elif not is_here and is_same:
-            self._stop(host_id)
-            self._index.forget_host(host_id)
 
     def questions(self, worker: Worker) -> TableQuestions | None:
         """Return what asks a KV service for its tables on its stream; None: it is not read from here."""
@@ -113,7 +119,7 @@ class BlockEventReader:
         client = KvClient(address, self._incarnation, member=self._member, expect=expect)
         try:
             while True:
-                num_before = self.num_batches
+                following.num_batches = 0
                 try:
                     await self._read(client, following)
                 except Unsupported:
@@ -121,7 +127,7 @@ class BlockEventReader:
                     following.tables.opened(None)
                     return
                 except TandemError as error:
-                    num_failures = 1 if self.num_batches > num_before else num_failures + 1
+                    num_failures = 1 if following.num_batches else num_failures + 1
                     log.info("block_events_interrupted", host=host_id, worker=worker.worker_id, error=error.message)
                 finally:
                     self._apply(host_id)
@@ -141,6 +147,7 @@ class BlockEventReader:
                     if batch.is_snapshot:
                         following.tables.opened(following.questions.put_nowait if batch.answers_tables else None)
                     self.num_batches += 1
+                    following.num_batches += 1
                     for beat in batch.heartbeats:
                         self._take_heartbeat(beat, host_id)
                     if batch.places or batch.is_snapshot:
@@ -204,6 +211,8 @@ class _Following:
         self.task: asyncio.Task[None] | None = None
         self.questions: asyncio.Queue[pb.AskTables | None] = asyncio.Queue()
         self.tables = TableQuestions(f"KV service {worker.worker_id}")
+        self.num_batches = 0
+        """On the stream that is open now."""
 
     def stream_ended(self) -> None:
         """The next stream has its own queue, so a dead one takes no later question."""

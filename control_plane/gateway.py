@@ -131,9 +131,8 @@ class Gateway:
         self.health = WorkerHealth(self.registry)
         prefixes = SamplePointIndex(settings.prefix_index_blocks)
         self._block_events = BlockEventReader(
-            prefixes, incarnation, self.member, on_heartbeat=partial(take_relayed, self.registry)
+            prefixes, self.registry, incarnation, self.member, on_heartbeat=partial(take_relayed, self.registry)
         )
-        self.registry.listen(self._block_events.changed)
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         grants = self.dispatcher.rooms.num_granted, self._encoder_clients.num_granted

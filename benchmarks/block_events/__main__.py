@@ -157,8 +157,7 @@ async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses
     registry.listen_to_loads(heard)
     index = SamplePointIndex()
     index.take_memory()  # as a gateway does when it starts
-    reader = BlockEventReader(index, "gateway", on_heartbeat=partial(take_relayed, registry))
-    registry.listen(reader.changed)
+    reader = BlockEventReader(index, registry, "gateway", on_heartbeat=partial(take_relayed, registry))
     lags, begun = Lags(), time.perf_counter()
     for number, address in enumerate(addresses):
         info = pb.WorkerInfo(worker_id=f"kv-{number}", incarnation=f"kv-{number}", role=pb.WORKER_ROLE_KV)

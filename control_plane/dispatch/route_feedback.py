@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.request_state import RequestState
@@ -60,7 +61,8 @@ class RouteFeedback:
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
-        self._costs.prompt_read(call.link.worker, ledger)
+        if call.output_at is not None and self._registry.is_here(call.link.worker):
+            self._costs.prompt_read(call.link.worker, ledger, call.output_at - call.sent_at)
         if call.estimate is None or state.hashes is None:
             return
         cached, size = call.estimate.cached, state.hashes.grain
@@ -76,9 +78,13 @@ class RouteFeedback:
 
     def finished(self, state: RequestState) -> None:
         """Every token was delivered: record how long the hand-over took."""
-        ledger, call, writer = state.choices[0].ledger, state.choices[0].call, state.writer
-        if state.prefill_ledger is not None and ledger is not None and call is not None and writer is not None:
-            self._costs.handed_over(writer, state.prefill_ledger, call.link.worker, ledger)
+        prefill, decode, writer = state.prefill, state.choices[0].call, state.writer
+        if prefill is None or decode is None or writer is None or decode.ledger is None or prefill.ledger is None:
+            return
+        took_ms = hand_over_ms(prefill, decode)
+        if took_ms is not None:
+            reader, num_bytes = decode.link.worker, decode.ledger.num_bytes_pulled
+            self._costs.handed_over(writer, prefill.ledger, reader, num_bytes, took_ms)
 
     def closed(self, state: RequestState) -> None:
         """The request has ended: its answers' blocks are at the workers that generated them.
@@ -103,12 +109,14 @@ class RouteFeedback:
             self._learn_prompt(hashes, worker, "")
 
     def _learn_prompt(self, hashes: PromptHashes, worker: Worker, host_id: str) -> None:
+        if not self._registry.is_here(worker):  # nobody would tell the index that the pool is gone
+            return
         blocks = hashes.blocks[: hashes.max_left_blocks]
         self._prefixes.learn(blocks, worker.incarnation, host_id, space=index_space(worker))
 
     def _learn_answer(self, hashes: PromptHashes, block_hashes: Sequence[bytes], worker: Worker, host_id: str) -> None:
         """A worker has these blocks after the prompt's; later requests may find them if nothing bounds what is left."""
-        if hashes.max_left_blocks is None:
+        if hashes.max_left_blocks is None and self._registry.is_here(worker):
             first, space = len(hashes.blocks), index_space(worker)
             self._prefixes.learn(block_hashes, worker.incarnation, host_id, first, space)
 
@@ -123,6 +131,40 @@ def _answer_before(state: RequestState, call: WorkerCall) -> Sequence[bytes]:
     if not call.submit.space:  # of release 0.2: the Submit has that worker's own hashes
         return state.hashes_after_prompt(call.submit.token_ids)
     return call.submit.block_hashes
+
+
+def hand_over_ms(prefill: WorkerCall, decode: WorkerCall) -> float | None:
+    """Return the time from prefill's first token, or from when decode had the request if that was later, until decode
+    had the blocks; None: nothing was handed over, or a ledger does not say when.
+
+    The clocks of the two hosts count as one unless this gateway's own clock shows that they differ.
+    """
+    written, read = prefill.ledger, decode.ledger
+    of_prefill, of_decode = _clock(prefill), _clock(decode)
+    if written is None or read is None or of_prefill is None or of_decode is None or not read.transfer_end_ns:
+        return None
+    least, most = of_decode.least - of_prefill.most, of_decode.most - of_prefill.least
+    ahead = 0.0 if least <= 0 <= most else (least + most) / 2  # decode's clock, of prefill's
+    shown_at = max(written.first_token_ns / 1e9 + ahead, read.submitted_ns / 1e9)
+    return 1000.0 * max(0.0, read.transfer_end_ns / 1e9 - shown_at)
+
+
+class _Clock(NamedTuple):
+    """By how many seconds a worker's clock is ahead of `time.perf_counter` here."""
+
+    least: float
+    most: float
+
+
+def _clock(call: WorkerCall) -> _Clock | None:
+    """Return what a call shows of its worker's clock: no request comes before it was sent, and no token after it came.
+
+    None: the ledger has no times.
+    """
+    ledger = call.ledger
+    if ledger is None or call.output_at is None or not (ledger.submitted_ns and ledger.first_token_ns):
+        return None
+    return _Clock(ledger.first_token_ns / 1e9 - call.output_at, ledger.submitted_ns / 1e9 - call.sent_at)
 
 
 class ReadinessProofs:

@@ -197,13 +197,23 @@ class WorkerRegistry:
     def _kv_of(self, host_id: str) -> list[Worker]:
         return [self._workers[worker_id] for worker_id in self._kv_by_host.get(host_id, ())]
 
-    def store_of(self, host_id: str) -> Worker | None:
-        """Return the KV service of a host if its last report has a block store."""
-        for worker_id in self._kv_by_host.get(host_id, ()):
+    def kv_service_of(self, host_id: str) -> Worker | None:
+        """Return the KV service that counts for a host: of those that may be used, or else of all, the newest.
+
+        A host has two while one takes the place of another under a new name.
+        """
+        found = None
+        for worker_id in reversed(self._kv_by_host.get(host_id, {})):
             worker = self._workers[worker_id]
-            if worker.is_usable and worker.figures.has_store:
+            if worker.is_usable:
                 return worker
-        return None
+            found = found or worker
+        return found
+
+    def store_of(self, host_id: str) -> Worker | None:
+        """Return the KV service of a host if it may be used and its last report has a block store."""
+        worker = self.kv_service_of(host_id)
+        return worker if worker is not None and worker.is_usable and worker.figures.has_store else None
 
     def has_kv_service(self, address: str) -> bool:
         """Return whether a KV service with this address may be used."""

@@ -5,6 +5,7 @@ Speeds are measured on earlier requests. The assumptions below hold until the fi
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ _TOKENS_OF_PEERS = 2_048
 A step takes a while however few its tokens are, so a worker that got shorter prompts looks slower than its equals. By
 its own prompts alone, whichever got the first new sessions would get nearly all.
 """
+_FORGET_SECONDS = 300.0
+"""So long counts what a decode worker showed: one that looked slow gets no prompts to show otherwise."""
 _TYPICAL_SECONDS = 0.5
 """How long a mean over all workers is cached: workers report each second, and every request needs the mean."""
 SHARE_OF_OTHERS = 0.5
@@ -53,6 +56,15 @@ _PREFILL = pb.WORKER_ROLE_PREFILL
 _Mean = tuple[str, str, pb.WorkerRole.ValueType]
 """Of what: prompts or answers; and of which workers."""
 _Peers = tuple[str, str, pb.WorkerRole.ValueType]
+
+
+class _Computed(NamedTuple):
+    """Prompts that were computed lately, older ones with less weight."""
+
+    num_tokens: float
+    seconds: float
+    at: float
+    """When the last one came."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +201,15 @@ class CostModel:
         self.hand_overs = HandOvers(registry, clock)
         self._prefill_rates = PrefillRates(registry)
         self._typical_rates: dict[_Mean, tuple[float, float]] = {}
-        self._computed: dict[str, tuple[float, float]] = {}
-        """Tokens and seconds of the prompts that each decode worker computed."""
-        self._computed_by_peers: dict[_Peers, tuple[float, float]] = {}
+        self._computed: dict[str, _Computed] = {}
+        """Of the prompts that each decode worker computed."""
+        self._computed_by_peers: dict[_Peers, _Computed] = {}
         """The same of all of a model, a numerics class and a role."""
         self._store_hit_rates: dict[str, float] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._means: Means
         registry.listen(self._changed)
+        registry.listen_to_loads(self._heard)
 
     def ask_means(self, means: Means) -> None:
         """Take from the columns what is usual among a model's workers."""
@@ -352,39 +365,54 @@ class CostModel:
         own = self._computed.get(worker.incarnation)
         if own is None:
             return None
-        num_tokens, seconds = self._computed_by_peers.get(_peers(worker), own)  # its own if its card has changed since
-        return (own[0] + _TOKENS_OF_PEERS) / (own[1] + _TOKENS_OF_PEERS * seconds / num_tokens)
+        of_peers = self._computed_by_peers.get(_peers(worker), own)  # its own if its card has changed since
+        seconds_of_peers = _TOKENS_OF_PEERS * of_peers.seconds / of_peers.num_tokens
+        return (own.num_tokens + _TOKENS_OF_PEERS) / (own.seconds + seconds_of_peers)
 
     # ------------------------------------------------------------------------------------------------- learning
 
-    def prompt_read(self, worker: Worker, ledger: pb.PhaseLedger) -> None:
-        """Take in the ledger of a phase that has computed a prompt, or the rest of one."""
-        seconds, num_tokens = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9, ledger.num_computed_tokens
-        if seconds > 0 and num_tokens and ledger.scheduled_ns:
-            incarnation, peers = worker.incarnation, _peers(worker)
-            own, of_peers = self._computed.get(incarnation), self._computed_by_peers.get(peers)
-            self._computed[incarnation] = _summed(own, _OLD_WEIGHT, num_tokens, seconds)
-            self._computed_by_peers[peers] = _summed(of_peers, _OLD_WEIGHT_OF_PEERS, num_tokens, seconds)
-            for listener in self._listeners:
-                listener(incarnation)
+    def prompt_read(self, worker: Worker, ledger: pb.PhaseLedger, most_seconds: float = math.inf) -> None:
+        """Take in the ledger of a phase that has computed a prompt, or the rest of one.
 
-    def handed_over(self, writer: Worker, prefill: pb.PhaseLedger, reader: Worker, decode: pb.PhaseLedger) -> None:
-        """Take in the ledgers of both halves of a request.
-
-        A decode worker without room refuses, and takes a later Submit: the wait until then is not the hand-over's.
+        `most_seconds`: the gateway's own measure of more than that; the worker's clock may be set meanwhile.
         """
-        if prefill.first_token_ns and decode.transfer_end_ns:
-            begun_ns = max(prefill.first_token_ns, decode.submitted_ns)
-            compute_ms = (prefill.first_token_ns - prefill.scheduled_ns) / 1e6 if prefill.scheduled_ns else 0.0
-            what = shown(writer.figures, prefill.num_prompt_tokens, prefill.num_computed_tokens, compute_ms)
-            took_ms = (decode.transfer_end_ns - begun_ns) / 1e6
-            self.hand_overs.ended(what, writer.figures.host_id, reader, decode.num_bytes_pulled, took_ms)
+        seconds, num_tokens = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9, ledger.num_computed_tokens
+        seconds = min(seconds, most_seconds)
+        if seconds > 0 and num_tokens and ledger.scheduled_ns:
+            incarnation, peers, now = worker.incarnation, _peers(worker), self._clock()
+            own, of_peers = self._computed.get(incarnation), self._computed_by_peers.get(peers)
+            self._computed[incarnation] = _summed(own, _OLD_WEIGHT, num_tokens, seconds, now)
+            self._computed_by_peers[peers] = _summed(of_peers, _OLD_WEIGHT_OF_PEERS, num_tokens, seconds, now)
+            self._rate_changed(incarnation)
+
+    def handed_over(
+        self, writer: Worker, prefill: pb.PhaseLedger, reader: Worker, num_bytes: int, took_ms: float
+    ) -> None:
+        """Take in a hand-over that has ended, of so many bytes.
+
+        `took_ms`: from prefill's first token. A decode worker without room refuses, and takes a later Submit: the wait
+        until then is not the hand-over's.
+        """
+        compute_ms = (prefill.first_token_ns - prefill.scheduled_ns) / 1e6 if prefill.scheduled_ns else 0.0
+        what = shown(writer.figures, prefill.num_prompt_tokens, prefill.num_computed_tokens, max(0.0, compute_ms))
+        self.hand_overs.ended(what, writer.figures.host_id, reader, num_bytes, took_ms)
 
     def store_used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:
         """Record how many of the tokens expected in a host's store were there."""
         if num_expected_tokens > 0:
             share = min(1.0, max(0.0, num_found / num_expected_tokens))
             self._store_hit_rates[host_id] = _mixed(self._store_hit_rates.get(host_id, 1.0), share)
+
+    def _heard(self, worker: Worker) -> None:
+        """Forget the speed of a worker that has computed no prompt for long: it may have been slow for once."""
+        computed = self._computed.get(worker.incarnation)
+        if computed is not None and self._clock() - computed.at > _FORGET_SECONDS:
+            del self._computed[worker.incarnation]
+            self._rate_changed(worker.incarnation)
+
+    def _rate_changed(self, incarnation: str) -> None:
+        for listener in self._listeners:
+            listener(incarnation)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
@@ -425,10 +453,11 @@ def _peers(worker: Worker) -> _Peers:
     return worker.figures.model_id, worker.figures.numerics_class, worker.role
 
 
-def _summed(old: tuple[float, float] | None, weight: float, num_tokens: int, seconds: float) -> tuple[float, float]:
-    """Return tokens and seconds, the old ones with less weight."""
-    old_tokens, old_seconds = old or (0.0, 0.0)
-    return weight * old_tokens + num_tokens, weight * old_seconds + seconds
+def _summed(old: _Computed | None, weight: float, num_tokens: int, seconds: float, now: float) -> _Computed:
+    """Return what was computed lately, the old with less weight."""
+    if old is None or now - old.at > _FORGET_SECONDS:
+        return _Computed(num_tokens, seconds, now)
+    return _Computed(weight * old.num_tokens + num_tokens, weight * old.seconds + seconds, now)
 
 
 def _mixed(old: float, new: float) -> float:

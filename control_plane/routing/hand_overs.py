@@ -30,7 +30,7 @@ _ASSUMED_FIXED_MS = 8.0
 _MEMORY_MS_PER_BYTE = 1000.0 / 5e9
 """Within a host: one copy, beside other work."""
 MAX_HAND_OVER_MS = 10_000.0
-"""A longer hand-over is a difference between two hosts' clocks."""
+"""A longer one counts as this one: a worker's clock was set, or its host stood still."""
 _NEW_WEIGHT = 0.2
 _MAX_PAIRS = 16_384
 """Learnt ones: those of 128 hosts."""
@@ -258,23 +258,25 @@ class HandOvers:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role != pb.WORKER_ROLE_KV:
             return
-        host_id, address = worker.info.host_id, worker.info.address
-        if is_here:
+        host_id = worker.info.host_id
+        service, before = self._registry.kv_service_of(host_id), self._addresses.get(host_id)
+        address = None if service is None else service.info.address
+        if before is not None and before != address:
+            del self._addresses[host_id]
+            if self._host_at.get(before) == host_id:
+                del self._host_at[before]
+            self._links.pop(host_id, None)
+            self._arenas.pop(host_id, None)
+        if service is not None and address is not None:
             self._addresses[host_id], self._host_at[address] = address, host_id
-            self._reported(worker)
-        else:
-            self._host_at.pop(address, None)
-            if self._addresses.get(host_id) == address:
-                del self._addresses[host_id]
-                self._links.pop(host_id, None)
-                self._arenas.pop(host_id, None)
+            self._reported(service)
         self._host_changed(host_id)
 
     def _reported(self, worker: Worker) -> None:
         """Most reports of KV services change nothing here."""
-        if worker.role != pb.WORKER_ROLE_KV:
-            return
         host_id, figures = worker.info.host_id, worker.figures
+        if worker.role != pb.WORKER_ROLE_KV or worker.info.address != self._addresses.get(host_id):
+            return
         old = self.arena(host_id)
         if figures.arena is not None and figures.arena != old:
             self._arenas[host_id] = figures.arena

@@ -57,12 +57,19 @@ class PlaceTable:
                 self._reported[before].discard(incarnation)
             self._host_of[incarnation] = host_id
             self._reported.setdefault(host_id, set()).add(incarnation)
-        self._live.add(host_id)
         return self.pool(incarnation)
 
     def is_reported(self, incarnation: str) -> bool:
         """Return whether block events tell of a pool now."""
         return self._host_of.get(incarnation) in self._live
+
+    def told(self, host_id: str) -> None:
+        """Note that a host's block events go on."""
+        self._live.add(host_id)
+
+    def is_live(self, host_id: str) -> bool:
+        """Return whether block events tell of a host's store now."""
+        return host_id in self._live
 
     def unreported(self, host_id: str) -> None:
         """A host's block events end."""

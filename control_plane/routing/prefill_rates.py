@@ -21,8 +21,9 @@ _Peers = tuple[str, str]
 
 class _Reported(NamedTuple):
     peers: _Peers
-    num_tokens: float
-    seconds: float
+    num_tokens: int
+    num_us: int
+    """Microseconds: sums of whole numbers are exact, whatever is added and taken away again."""
     rate: float
 
 
@@ -31,8 +32,8 @@ class PrefillRates:
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._reported: dict[str, _Reported] = {}
-        self._of_peers: dict[_Peers, tuple[float, float]] = {}
-        """Tokens and seconds of all of them, over their lives."""
+        self._of_peers: dict[_Peers, tuple[int, int]] = {}
+        """Tokens and microseconds of all of them, over their lives."""
         registry.listen(self._changed)
         registry.listen_to_loads(self._heard)
 
@@ -49,25 +50,25 @@ class PrefillRates:
 
     def _heard(self, worker: Worker) -> None:
         figures = worker.figures
-        num_tokens, seconds = figures.num_prompt_tokens, figures.step_seconds
-        if worker.role != pb.WORKER_ROLE_PREFILL or num_tokens <= 0 or seconds <= 0:
+        num_tokens, num_us = int(figures.num_prompt_tokens), int(1e6 * figures.step_seconds)
+        if worker.role != pb.WORKER_ROLE_PREFILL or num_tokens <= 0 or num_us <= 0:
             return
         self._forget(worker.incarnation)
         peers = figures.model_id, figures.numerics_class
-        tokens_of_all, seconds_of_all = self._of_peers.get(peers, (0.0, 0.0))
-        tokens_of_all, seconds_of_all = tokens_of_all + num_tokens, seconds_of_all + seconds
-        self._of_peers[peers] = tokens_of_all, seconds_of_all
-        usual = _SECONDS_OF_PEERS * tokens_of_all / seconds_of_all
-        rate = (num_tokens + usual) / (seconds + _SECONDS_OF_PEERS)
-        self._reported[worker.incarnation] = _Reported(peers, num_tokens, seconds, rate)
+        tokens_of_all, us_of_all = self._of_peers.get(peers, (0, 0))
+        tokens_of_all, us_of_all = tokens_of_all + num_tokens, us_of_all + num_us
+        self._of_peers[peers] = tokens_of_all, us_of_all
+        usual = _SECONDS_OF_PEERS * 1e6 * tokens_of_all / us_of_all
+        rate = (num_tokens + usual) / (num_us / 1e6 + _SECONDS_OF_PEERS)
+        self._reported[worker.incarnation] = _Reported(peers, num_tokens, num_us, rate)
 
     def _forget(self, incarnation: str) -> None:
         reported = self._reported.pop(incarnation, None)
         if reported is None:
             return
-        num_tokens, seconds = self._of_peers[reported.peers]
-        num_tokens, seconds = num_tokens - reported.num_tokens, seconds - reported.seconds
-        if num_tokens > 0 and seconds > 0:
-            self._of_peers[reported.peers] = num_tokens, seconds
+        num_tokens, num_us = self._of_peers[reported.peers]
+        num_tokens, num_us = num_tokens - reported.num_tokens, num_us - reported.num_us
+        if num_tokens:
+            self._of_peers[reported.peers] = num_tokens, num_us
         else:
             del self._of_peers[reported.peers]

@@ -5,7 +5,7 @@ so a place that has a sample point has the chain up to there. What a gateway lea
 block of the chain, so that the next turn of a session finds all of it.
 
     block events of a host    the whole truth about its store and the pools that it tells of
-    this gateway's requests   count for 2 s if block events tell of the worker's pool, else until they age out
+    this gateway's requests   count for 2 s if block events tell of the place, else until they age out
 
 A point is 8 bytes of a block's key, up to four pools and four stores, newest first, and a stamp: 28 bytes. A key lies
 in one of two buckets of eight; a full bucket drops its oldest point. Entries may be wrong: a wrong one costs time, and
@@ -159,32 +159,43 @@ class SamplePointIndex:
     ) -> None:
         """Record that a worker has these blocks of a chain, whose first one is block `first` of the chain.
 
-        `host_id`: the host whose store has them too, or "". Both count for 2 s, if block events tell of the pool.
+        `host_id`: the host whose store has them too, or "". Each counts for 2 s if block events tell of it.
         """
         self._settle()
         positions, num_points = _taught(first, first + len(block_hashes))
         if not len(positions):
             return
         keys = _keys_at(block_hashes, positions - first, space)
-        is_fresh = self._table.is_reported(incarnation)
         slots, is_kept = self._slots_for(keys, in_order=True)
-        for four, place in enumerate((self._table.pool(incarnation), self._table.host(host_id) if host_id else 0)):
+        pool, store = self._table.pool(incarnation), self._table.host(host_id) if host_id else 0
+        are_told = self._table.is_reported(incarnation), self._table.is_live(host_id)
+        for four, (place, is_told) in enumerate(zip((pool, store), are_told, strict=True)):
             if not place:
                 continue
             places = np.full(len(keys), place, np.uint16)
-            if is_fresh:
+            if is_told:
                 places[:num_points] |= _UNCONFIRMED
                 self._lessons.append(_Lesson(self._clock() + _FRESH_SECONDS, keys[:num_points], place))
             _put_first(self._fours, 2 * slots[is_kept] + four, places[is_kept])
 
     def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0, space: bytes = b"") -> None:
-        """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
+        """Record that a request did not get these blocks, the first one `first` of their chain, from a host's store.
+
+        What the host's block events have told stays while they go on: they tell of what is evicted, too, and a store
+        that was slow still has the blocks.
+        """
         place = self._table.known_host(host_id)
         end = first + len(block_hashes)
         positions = np.union1d(_taught(first, end)[0], np.arange(max(first, end - _SPACING), end))
-        if place and len(positions):
-            keys = _keys_at(block_hashes, positions - first, space)
-            self._remove(keys, np.full(len(keys), place, np.uint16))
+        if not place or not len(positions):
+            return
+        keys = _keys_at(block_hashes, positions - first, space)
+        places = np.full(len(keys), place, np.uint16)
+        if self._table.is_live(host_id):  # events tell of sample points, and of nothing between them
+            is_point = np.isin(positions, sample_positions(num_sample_points(end)))
+            self._remove(keys[is_point], places[is_point], only_unconfirmed=True)
+            keys, places = keys[~is_point], places[~is_point]
+        self._remove(keys, places)
 
     def _settle(self) -> None:
         """Forget what own requests taught 2 s ago and block events have not told since."""
@@ -212,12 +223,14 @@ class SamplePointIndex:
                 self._add(keys, of_keys)
 
     def _place_of(self, change: PlaceChanges) -> int:
+        self._table.told(change.host_id)
         if not change.incarnation:
             return self._table.host(change.host_id)
         return self._table.reported_pool(change.incarnation, change.host_id)
 
     def begin_snapshot(self, host_id: str) -> None:
         """Forget what a host's store and the reported pools of its workers have: all of it comes again."""
+        self._table.told(host_id)
         self._drop(self._table.forget_reported(host_id))
 
     def stream_ended(self, host_id: str) -> None:

@@ -25,12 +25,13 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
-from tandem_runtime.errors import Unsupported
+from tandem_runtime.errors import Unavailable, Unsupported
 from tandem_runtime.server import GrpcServer
 from tests.certificates import Authority
 from tests.kv_transfer_svc.host import Host, running_host, running_writer, until
 from tests.kv_transfer_svc.test_block_events import publish
 from tests.kv_transfer_svc.test_host_cache import chain
+from tests.ports import free_port
 
 CHAIN = BlockHashes(b"".join(chain(40)))
 
@@ -50,8 +51,9 @@ class Gateway:
     def __init__(self, member: FleetMember | None = None) -> None:
         self.registry = WorkerRegistry(5.0, 10.0)
         self.index = SamplePointIndex()
-        self.reader = BlockEventReader(self.index, "gateway-1", member, partial(take_relayed, self.registry))
-        self.registry.listen(self.reader.changed)
+        self.reader = BlockEventReader(
+            self.index, self.registry, "gateway-1", member, partial(take_relayed, self.registry)
+        )
 
     def find(self) -> PrefixMatch:
         return self.index.find(CHAIN)
@@ -113,6 +115,62 @@ async def test_a_host_passes_on_the_heartbeats_of_its_workers_and_of_no_others(t
         here, there = registry.get("here"), registry.get("there")
         assert here is not None and there is not None
         assert registry.is_relayed(here) and not registry.is_relayed(there)
+
+
+async def test_of_two_services_of_a_host_the_one_that_lives_is_followed(tmp_path: Path) -> None:
+    """A pod that is started again has another name; its dead predecessor is suspected, and then gone."""
+    async with a_gateway() as gateway, running_host(tmp_path) as host:
+        dead = service_info(f"127.0.0.1:{free_port()}", "kv-old", "old-life")
+        gateway.registry.register(dead, READY)
+        gateway.registry.register(service_info(host.address, "kv-new"), READY)
+        host.service.points.change("w", [each[:8] for each in CHAIN[:4]], [])
+        await until(lambda: gateway.find().pools == {"w": 4})
+        followed = gateway.reader._following["host-a"]
+        for state in (pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_READY):
+            beat = cp.HeartbeatRequest(worker_id="kv-old", incarnation="old-life", load=pb.LoadReport(state=state))
+            assert gateway.registry.heartbeat(beat)
+            assert gateway.reader._following["host-a"] is followed
+        gateway.registry.deregister("kv-old", "old-life")
+        assert gateway.reader._following["host-a"] is followed
+        assert gateway.find().pools == {"w": 4}
+
+
+async def test_a_service_takes_over_from_one_that_may_not_be_used(tmp_path: Path) -> None:
+    async with a_gateway() as gateway, running_host(tmp_path) as host:
+        gateway.registry.register(service_info(host.address, "kv-old"), READY)
+        host.service.points.change("w", [each[:8] for each in CHAIN[:4]], [])
+        newest = service_info(f"127.0.0.1:{free_port()}", "kv-new", "new-life")
+        gateway.registry.register(newest, pb.LoadReport(state=pb.WORKER_STATE_DRAINING))
+        await until(lambda: gateway.find().pools == {"w": 4})
+        gateway.registry.deregister("kv-old", "kv-life")
+        assert gateway.reader._following["host-a"].worker.worker_id == "kv-new"
+        gateway.registry.deregister("kv-new", "new-life")
+        assert not gateway.reader._following
+
+
+async def test_a_service_that_cannot_be_reached_is_called_less_often_whatever_others_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: list[int] = []
+
+    def pause(num_failures: int, longest_seconds: float) -> float:
+        failures.append(num_failures)
+        return 0.0 if len(failures) < 4 else longest_seconds
+
+    class Unreachable:
+        async def block_events(self, questions: object) -> AsyncIterator[kv.BlockEventBatch]:
+            gateway.reader.num_batches += 1  # of another host, meanwhile
+            raise Unavailable("nobody listens there")
+            yield kv.BlockEventBatch()
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr("control_plane.block_events.pause_seconds", pause)
+    monkeypatch.setattr("control_plane.block_events.KvClient", lambda *_, **__: Unreachable())
+    async with a_gateway() as gateway:
+        gateway.registry.register(service_info("127.0.0.1:1", "kv-1"), READY)
+        await until(lambda: len(failures) == 4)
+    assert failures == [1, 2, 3, 4]
 
 
 async def test_a_restarted_service_and_a_lost_stream_begin_with_a_snapshot(tmp_path: Path) -> None:

@@ -219,14 +219,11 @@ class TandemPolicy:
         assert flight.decode is not None
         flight.decode.remove()
         if flight.prefill_ledger is not None and hand_over_seconds is not None:
-            end_ns = flight.prefill_ledger.first_token_ns + round(1e9 * hand_over_seconds)
             writer, reader = flight.route.prefill, self.worker(decode)
             assert writer is not None, "a prefill worker has read the prompt"
             num_moved = request.num_prompt_tokens - flight.route.own_tokens(reader)
-            ledger = pb.PhaseLedger(
-                transfer_end_ns=end_ns, num_bytes_pulled=round(num_moved * reader.figures.bytes_per_token)
-            )
-            self.router.costs.handed_over(writer, flight.prefill_ledger, reader, ledger)
+            num_bytes = round(num_moved * reader.figures.bytes_per_token)
+            self.router.costs.handed_over(writer, flight.prefill_ledger, reader, num_bytes, 1000.0 * hand_over_seconds)
 
 
 def chain_of(request: TraceRequest) -> BlockHashes:

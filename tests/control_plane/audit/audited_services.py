@@ -87,11 +87,10 @@ class Streams:
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
         self.links = LinkPool(registry, "gateway", "life")
-        self.block_events = BlockEventReader(SamplePointIndex(), "life")
-        registry.listen(self.block_events.changed)
+        self.block_events = BlockEventReader(SamplePointIndex(), registry, "life")
         for worker in registry.workers():
             self.links._changed(worker, True)
-            self.block_events.changed(worker, True)
+            self.block_events._changed(worker, True)
 
     async def until_open(self, *names: str) -> None:
         for name in names:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from control_plane.block_chain import BlockHashes
 from control_plane.dispatch.block_hashes import PromptHashes, cache_salt, hash_prompt
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.route_feedback import hand_over_ms
+from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.generation import NOTHING, CachePolicy
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.spaces import model_identity
@@ -127,6 +130,62 @@ async def test_what_another_host_did_not_have_is_not_expected_there_again() -> N
         here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b", space=prefill.space)
         await tokens_of(await here.dispatcher.submit(new_request(token_ids=LONG)))
         assert here.router.prefixes.find(blocks_of(here, LONG), prefill.space).hosts == {"host-a": 6, "host-b": 2}
+
+
+async def test_what_ends_after_its_worker_has_gone_teaches_nothing() -> None:
+    """Nobody would tell the index once more that the pool is gone: its number would be used up for good."""
+    async with harness(ScriptedWorker("d")) as here:
+        stream = await here.dispatcher.submit(new_request())
+        await tokens_of(stream)
+        call, feedback = stream.state.choices[0].call, here.dispatcher._feedback
+        assert call is not None and here.router.prefixes.find(blocks_of(here, PROMPT), call.link.worker.space).pools
+        here.registry.deregister("d", call.incarnation)
+        here.router.prefixes.forget_pool(call.incarnation)  # as the reader of block events does
+        ledger = pb.PhaseLedger(num_computed_tokens=len(PROMPT), scheduled_ns=1, first_token_ns=10**9)
+        feedback.prompt_read(stream.state, call)
+        feedback.ledger_received(stream.state, call, ledger)
+        feedback.closed(stream.state)
+        assert call.incarnation not in here.router.prefixes._table._pools
+        assert here.router.costs.measured_rate(call.link.worker) is None
+
+
+def a_call(sent_at: float, output_at: float | None, **times: Any) -> WorkerCall:
+    call = object.__new__(WorkerCall)
+    call.sent_at, call.output_at = sent_at, output_at
+    call.ledger = pb.PhaseLedger(**times)
+    return call
+
+
+MS = 1_000_000
+HOUR = 3_600_000 * MS
+
+
+@pytest.mark.parametrize(("prefill_clock", "decode_clock"), [(HOUR, HOUR), (HOUR, 2 * HOUR), (2 * HOUR, HOUR)])
+def test_a_hand_over_is_as_long_whatever_the_clocks_of_hosts_say(prefill_clock: int, decode_clock: int) -> None:
+    """Each way takes 10 ms: prefill's first token is made at 110 ms, and decode has the blocks at 150 ms."""
+    prefill = a_call(0.0, 0.120, submitted_ns=prefill_clock, first_token_ns=prefill_clock + 100 * MS)
+    read = {"transfer_end_ns": decode_clock + 140 * MS, "first_token_ns": decode_clock + 145 * MS}
+    decode = a_call(0.0, 0.165, submitted_ns=decode_clock, **read)
+    assert hand_over_ms(prefill, decode) == pytest.approx(40, abs=0.01)
+    late = a_call(0.115, 0.280, submitted_ns=decode_clock, **read)  # it was full before, and has the request at 125 ms
+    assert hand_over_ms(prefill, late) == pytest.approx(140, abs=0.01)
+
+
+def test_a_gateway_that_is_late_itself_does_not_make_hand_overs_longer() -> None:
+    """It has seen both outputs late, so nothing shows that the clocks differ."""
+    prefill = a_call(0.0, 0.500, submitted_ns=HOUR, first_token_ns=HOUR + 100 * MS)
+    read = {"transfer_end_ns": HOUR + 110 * MS, "first_token_ns": HOUR + 115 * MS}
+    assert hand_over_ms(prefill, a_call(0.0, 0.130, submitted_ns=HOUR, **read)) == pytest.approx(10, abs=0.01)
+
+
+def test_what_a_ledger_does_not_say_is_not_learnt() -> None:
+    prefill = a_call(0.0, 0.120, submitted_ns=HOUR, first_token_ns=HOUR + 100 * MS)
+    whole = {"submitted_ns": HOUR, "transfer_end_ns": HOUR + 110 * MS, "first_token_ns": HOUR + 115 * MS}
+    for lacking in whole:
+        times = {name: value for name, value in whole.items() if name != lacking}
+        assert hand_over_ms(prefill, a_call(0.0, 0.165, **times)) is None
+    assert hand_over_ms(prefill, a_call(0.0, None, **whole)) is None
+    assert hand_over_ms(a_call(0.0, 0.120, submitted_ns=HOUR), a_call(0.0, 0.165, **whole)) is None
 
 
 async def test_accounts_do_not_see_each_others_blocks() -> None:

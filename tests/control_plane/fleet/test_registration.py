@@ -269,10 +269,17 @@ async def test_every_string_list_and_number_of_a_registration_has_a_bound(
 
 async def test_reports_are_bounded_too() -> None:
     nan = pb.LoadReport(counters={"steps": float("nan")})
+    absurd = pb.LoadReport(counters={"prompt_tokens_computed": 1e300})
     endless = pb.LoadReport(kv_service=pb.KvServiceLoad(links=[pb.KvLink(bytes_per_second=float("inf"))]))
     many = pb.LoadReport(counters={f"counter {number:<20}": 1.0 for number in range(4097)})
     large = pb.LoadReport(error="x" * (MAX_REPORT_BYTES + 1))
-    for load, field in ((nan, "counters"), (endless, "links"), (many, "counters"), (large, "load")):
+    for load, field in (
+        (nan, "counters"),
+        (absurd, "counters"),
+        (endless, "links"),
+        (many, "counters"),
+        (large, "load"),
+    ):
         with pytest.raises(InvalidRequest, match=field):
             check_load(load)
     async with control_plane() as stub:

@@ -11,6 +11,7 @@ from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.prefix_index import CachedPrefix
 from control_plane.routing.router import Route, Router
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.routing.first_choice import FirstChoice
 
@@ -51,11 +52,9 @@ class Harness:
         assert worker is not None
         return worker
 
-    def handed_over(self, decode: pb.PhaseLedger) -> None:
-        """Report a hand-over from `pa` to `d`, of nothing; prefill had its first token at 1 s."""
-        writer, reader = self.registry.get("pa"), self.registry.get("d")
-        assert writer is not None and reader is not None
-        self.router.costs.handed_over(writer, pb.PhaseLedger(first_token_ns=1_000_000_000), reader, decode)
+    def handed_over(self, took_ms: float) -> None:
+        """Report a hand-over from `pa` to `d`, of nothing."""
+        self.router.costs.handed_over(self.worker("pa"), pb.PhaseLedger(), self.worker("d"), 0, took_ms)
 
     def learn(self, name: str, num_blocks: int, host: str = "h") -> None:
         self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host, space=self.space)
@@ -175,20 +174,11 @@ def test_the_break_even_follows_the_measured_hand_over() -> None:
     harness.add("d", DECODE, num_running=2)
     assert harness.router.choose(RoutingRequest("m", 50, 64)).prefill is not None
     for _ in range(30):
-        harness.handed_over(pb.PhaseLedger(transfer_end_ns=1_100_000_000))
+        harness.handed_over(100.0)
     route = harness.router.choose(RoutingRequest("m", 50, 64))
     assert route.prefill is None and "decode computes the prompt: d in 50.0 ms" in route.reason
     assert route.predicted_ms["hand_over"] == pytest.approx(150.6, rel=0.01)  # 3.1 MB are copied in 0.6 ms
     assert route.predicted_ms["local"] == pytest.approx(100)
-
-
-def test_a_hand_over_begins_when_decode_has_taken_the_request() -> None:
-    """It has refused for 900 ms, for want of room; then the cache moved in 100 ms."""
-    harness = pair()
-    for _ in range(60):
-        harness.handed_over(pb.PhaseLedger(submitted_ns=1_900_000_000, transfer_end_ns=2_000_000_000))
-    estimate = harness.router.choose(PROMPT).predicted_ms
-    assert estimate["hand_over"] - estimate["prefill"] == pytest.approx(106.4, rel=0.01)
 
 
 def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
@@ -226,6 +216,35 @@ def test_decode_is_as_fast_as_it_was_measured_or_else_as_prefill_is() -> None:
     harness.registry.deregister("d", "d-1")
     harness.add("d", DECODE)
     assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+
+
+def test_a_prompt_took_no_longer_than_the_gateway_waited_for_it() -> None:
+    """The worker's clock was set forward by an hour meanwhile."""
+    harness = Harness("h", local_prefill="auto")
+    harness.add("d", DECODE)
+    ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=3_600 * 10**9)
+    harness.router.costs.prompt_read(harness.worker("d"), ledger, 0.1)
+    assert harness.router.costs.tokens_per_second(harness.worker("d")) == pytest.approx(4_000)
+
+
+def test_a_decode_worker_that_was_slow_once_is_tried_again() -> None:
+    """Nothing else would show that it is fast now: a slow one gets no prompts."""
+    harness = Harness("h", "h2", local_prefill="auto")
+    for name in ("slow", "other"):
+        harness.add(name, DECODE)
+        ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=100 * 10**9)
+        harness.router.costs.prompt_read(harness.worker(name), ledger)
+    assert harness.router.costs.tokens_per_second(harness.worker("slow")) == pytest.approx(40)
+    beat = cp.HeartbeatRequest(worker_id="slow", incarnation="slow-1", load=harness.worker("slow").load)
+    harness.now += 200.0
+    harness.registry.heartbeat(beat)
+    assert harness.router.costs.measured_rate(harness.worker("slow")) == pytest.approx(40)
+    harness.now += 101.0
+    harness.registry.heartbeat(beat)
+    assert harness.router.costs.measured_rate(harness.worker("slow")) is None
+    ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=10**9)
+    harness.router.costs.prompt_read(harness.worker("slow"), ledger)
+    assert harness.router.costs.measured_rate(harness.worker("slow")) == pytest.approx(4_000)
 
 
 def test_equal_workers_seem_nearly_equal_whatever_the_lengths_of_their_prompts() -> None:

@@ -76,6 +76,33 @@ class Harness:
         return list(table.pairs.ms(shown, host, 62_500.0))
 
 
+def test_of_two_kv_services_of_a_host_the_newest_counts_and_then_the_one_that_is_left() -> None:
+    """A pod that is started again has another name; the old one is suspected first, and gone some seconds later."""
+    harness = Harness("a", "b")
+    reader = harness.add("d", DECODE, "b")
+    harness.report("b", harness.kv_load(a=FAR))
+    slow = harness.cost("a", reader).ms
+    old = harness.registry.get("kv-a")
+    assert old is not None
+    new = pb.WorkerInfo(worker_id="kv-new", incarnation="kv-new-1", role=pb.WORKER_ROLE_KV, host_id="a", address="a:2")
+    harness.registry.register(new, harness.kv_load())
+    assert harness.cost("a", reader).ms < slow, "nothing is measured to that address"
+    harness.registry.register(old.info, harness.kv_load())  # the newest now
+    assert harness.cost("a", reader).ms == slow
+    harness.registry.deregister("kv-a", "kv-a-1")
+    assert harness.cost("a", reader).ms < slow
+    harness.registry.deregister("kv-new", "kv-new-1")
+    assert harness.costs._addresses == {"b": "b:1"} and harness.costs._host_at == {"b:1": "b"}
+
+
+def test_the_arena_of_a_host_is_that_of_the_kv_service_that_counts() -> None:
+    harness = Harness("a", "b")
+    new = pb.WorkerInfo(worker_id="kv-new", incarnation="kv-new-1", role=pb.WORKER_ROLE_KV, host_id="a", address="a:2")
+    harness.registry.register(new, harness.kv_load(free=10 * MEGABYTE, arena=100 * MEGABYTE))
+    harness.report("a", harness.kv_load(free=50 * MEGABYTE, arena=400 * MEGABYTE))  # the old one, on its way out
+    assert harness.costs.arena("a").free_bytes == 10 * MEGABYTE
+
+
 def test_within_a_host_the_bytes_cost_a_copy_and_between_hosts_what_the_link_takes() -> None:
     harness = Harness("a", "b", "c")
     near, far = harness.add("d", DECODE, "a"), harness.add("e", DECODE, "b")

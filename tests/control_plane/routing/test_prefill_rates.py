@@ -74,3 +74,17 @@ def test_workers_without_a_report_count_as_fast_as_the_first_one_that_has_report
     assumed = costs.tokens_per_second(unknown)
     fleet.report("a", 50_000.0, 1.0)
     assert costs.tokens_per_second(unknown) == pytest.approx(50_000.0) != assumed
+
+
+def test_what_a_worker_claims_is_gone_with_the_worker_however_much_it_was() -> None:
+    """Sums of fractions lost what the others had computed, and the next report of these raised."""
+    fleet = _Fleet()
+    for name in "ab":
+        fleet.report(name, 1_000.0, 0.5)
+    fleet.report("liar", 1e24, 1e24)
+    fleet.registry.deregister("liar", "liar")
+    for name in "ab":
+        fleet.report(name, 1_000.0, 0.5)
+    assert fleet.rates.of("a") == pytest.approx(2_000.0)
+    for name in "ab":
+        fleet.registry.deregister(name, name)

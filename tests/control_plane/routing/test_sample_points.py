@@ -97,6 +97,24 @@ def test_a_store_that_lacked_blocks_is_not_expected_to_have_them() -> None:
     assert index.find(CHAIN).hosts == {"host-a": 48}
 
 
+def test_what_block_events_told_of_a_store_stays_though_a_request_did_not_get_it() -> None:
+    """The store was slow, or the blocks were too late: events tell only of changes, and would never tell of them again.
+
+    They tell nothing of the last block of a chain, and of what the gateway's own requests taught since.
+    """
+    index = SamplePointIndex()
+    index.begin_snapshot("host-a")
+    index.report([PlaceChanges("", "host-a", keys_of(CHAIN[:64]), NONE)])
+    index.learn(CHAIN[:70], "a-1", "host-a")
+    index.learn(CHAIN[70:100], "a-1", "host-a", first=70)
+    assert index.find(CHAIN).hosts == {"host-a": 100}
+    index.forget(CHAIN[40:100], "host-a", first=40)
+    assert index.find(CHAIN).hosts == {"host-a": 64}
+    index.stream_ended("host-a")
+    index.forget(CHAIN[40:64], "host-a", first=40)
+    assert index.find(CHAIN).hosts == {"host-a": 32}
+
+
 def test_of_many_places_the_latest_four_are_kept() -> None:
     index = SamplePointIndex()
     for number in range(6):

@@ -2,9 +2,9 @@
 
 Two gateways, two prefill workers, a decode worker and a KV service, all real, with a small model. Engines compute
 prompts at a pace (`pace/sitecustomize.py`), so the capacity is known and other load on the machine changes little.
-Prefill has the last core, everything else the first. Our prefill workers have `--prompt-grants`, those of the other
-checkout what is usual there: with our own folder as the other one, that alone is compared. Each turn starts the
-processes of one side; both get the same arrivals.
+Prefill has the last core, everything else the first. Our prefill workers grant time (`--prompt-grants`), those of the
+other checkout do not: with our own folder as the other one, that alone is compared. Each turn starts the processes of
+one side; both get the same arrivals.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ async def _started(checkout: Path | None, size: Size, folder: Path) -> AsyncIter
     code = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TANDEM_PACE_TOKENS": str(_PACE_TOKENS),
+        "TANDEM_PREFILL_PROMPT_GRANTS": str(checkout is None).lower(),
         "OMP_NUM_THREADS": "1",
     }
-    if checkout is None:
-        code["TANDEM_PREFILL_PROMPT_GRANTS"] = "true"
     model = (
         *("--model", str(checkpoint), "--served-model-name", _MODEL, "--dtype", "float32", "--num-threads", "1"),
         *("--max-model-len", str(_MAX_MODEL_LEN), "--speculation", "off", "--kv-memory-bytes", str(256 << 20)),

@@ -240,7 +240,7 @@ class WorkerFront:
 
     def _refuse(self, request: ActiveRequest, error: TandemError) -> None:
         self._requests.end(request, error)
-        request.stream.refuse(request.submit, error, self.grants.refused(request))
+        request.stream.refuse(request.submit, error, self.grants.refused(request, error))
 
     def _ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._bytes_per_block = ready.layout.bytes_per_block

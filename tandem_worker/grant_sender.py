@@ -9,6 +9,7 @@ from functools import partial
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import AttachmentRow
 from tandem_engine.messages import EngineStats, Mode
+from tandem_runtime.errors import TandemError
 from tandem_runtime.virtual_counters import AnswerMeter
 from tandem_worker.account_order import AccountDemand
 from tandem_worker.grant_timer import GrantTimer
@@ -55,13 +56,13 @@ class GrantSender:
         if stream in self._divider and submit.HasField("grant_tokens"):
             self._divider.submitted(stream, submit.grant_tokens, self._clock())
 
-    def refused(self, request: ActiveRequest) -> pb.Grant | None:
+    def refused(self, request: ActiveRequest, error: TandemError) -> pb.Grant | None:
         """Return the grant to send with a refusal of the engine, after the request has ended.
 
         What the engine keeps for others is not in its stats, so no request as large has room until something changes.
         """
         if self._room is not None:
-            self._room.refused(request, self._clock())
+            self._room.refused(request, error, self._clock())
             submit = request.submit
             self._divider.charge(submit.fairness_key, submit.work_of_answer - submit.work, submit.priority)
         stream = request.stream

@@ -33,8 +33,8 @@ _DUE_SECONDS = 5.0
 UNUSED_SECONDS = 0.25
 """What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
 _STUCK_SECONDS = 2.0
-"""A gateway that waits, leaves its grant unused for so long, of a worker whose requests pass each other, and does not
-say again what waits is stopped or lost: others say that each second."""
+"""A gateway where requests wait and that says nothing for so long is stopped or lost: others say that each second.
+Where requests pass each other, it has left a grant unused for so long, too."""
 _SAME_SECONDS = 0.1
 """Two reports of one request tell its age in whole milliseconds, and may take unequally long."""
 _IDLE_SECONDS = 5.0
@@ -145,10 +145,15 @@ class _Gateway:
     def is_due(self, now: float) -> bool:
         return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
 
-    def leaves_unused(self, now: float) -> bool:
-        """Whether it has long had a grant that its first request fits, and has sent nothing and said nothing."""
-        stuck_seconds = _STUCK_SECONDS + _TELL_SECONDS_PER_WORKER * self.demand.num_workers
-        return self.unused_since is not None and now - max(self.unused_since, self.needed_at) >= stuck_seconds
+    def gets_stuck(self, now: float, *, in_order: bool) -> bool:
+        """Whether requests wait there, and it has long sent nothing and said nothing.
+
+        A grant that its first request fits is only looked at where requests pass each other: others pass it there.
+        """
+        if not self.waits or not (in_order or self.unused_since is not None):
+            return False
+        since = self.needed_at if in_order else max(self.unused_since or 0.0, self.needed_at)
+        return now - since >= _STUCK_SECONDS + _TELL_SECONDS_PER_WORKER * self.demand.num_workers
 
     def is_idle(self, now: float) -> bool:
         """Whether it needs no grant: the first requests after a pause come without one."""
@@ -265,11 +270,11 @@ class GrantDivider(Generic[_Key]):
         """Return the grants that are to be sent now."""
         for key, gateway in self._items():
             gateway.forget_expired(now)
-            if room.in_order:
-                self._pass_unused(key, gateway, now)
-            elif gateway.leaves_unused(now):
+            if gateway.gets_stuck(now, in_order=room.in_order):
                 gateway.is_stuck = True
                 self._order.demanded(key, (), now)
+            elif room.in_order:
+                self._pass_unused(key, gateway, now)
         targets = self._targets(room, now)
         out = {key: gateway.outstanding() for key, gateway in self._items()}
         # A worker that takes a request of any size is asked to: then the targets are more than there is.
@@ -316,9 +321,10 @@ class GrantDivider(Generic[_Key]):
         left = _Amount(max(0, room.num_tokens), max(0, room.num_requests))
         if not shares or not left.num_requests or self._give_to_waiting(room, shares, left, now):
             return shares
-        ranked = sorted(shares, key=lambda key: (shares[key].num_requests, self._gateways[key].order))
+        sharing = self._sharing(room, now)
+        ranked = sorted(sharing, key=lambda key: (shares[key].num_requests, self._gateways[key].order))
         for position, key in enumerate(ranked):  # what is left, in equal parts
-            num_others = len(shares) - position
+            num_others = len(ranked) - position
             requests, tokens = -(-left.num_requests // num_others), left.num_tokens // num_others
             shares[key].num_requests += requests
             shares[key].num_tokens += tokens
@@ -332,10 +338,10 @@ class GrantDivider(Generic[_Key]):
         If there are places for all gateways, each of those that do not wait keeps one.
         """
         kept, num_at_once = _Amount(), max(1, left.num_requests // _MOST_STEPS)
-        if self._keeps_for_due(room, shares, left, now):
+        if not room.in_order and self._keeps_for_due(room, shares, left, now):
             return True
         if left.num_requests >= len(shares):
-            idle = [each for each in self._gateways.values() if not each.waits]
+            idle = [each for each in map(self._gateways.__getitem__, self._sharing(room, now)) if not each.waits]
             kept = _Amount(min(int(sum(each.mean_tokens for each in idle)), left.num_tokens // 2), len(idle))
         turns = self._order.turns(now)
         num_given = sum(each.num_requests > 0 for each in shares.values())
@@ -350,16 +356,23 @@ class GrantDivider(Generic[_Key]):
                 if share.num_requests >= gateway.demand.num_requests:
                     turns.skip(key)
             elif room.in_order:
-                self._give_kept(shares, kept)
+                self._give_kept(room, shares, kept, now)
                 return True
             else:
                 turns.skip(key)
         return False
 
-    def _give_kept(self, shares: dict[_Key, _Amount], kept: _Amount) -> None:
+    def _sharing(self, room: Room, now: float) -> list[_Key]:
+        """Return the gateways that get parts of what nobody waits for.
+
+        Of a worker's half a second, those where nothing happens would keep what others soon need; memory is larger.
+        """
+        return [key for key, each in self._items() if not (room.in_order and each.is_idle(now))]
+
+    def _give_kept(self, room: Room, shares: dict[_Key, _Amount], kept: _Amount, now: float) -> None:
         """Give the gateways where nothing waits what was kept for them."""
-        for key, gateway in self._items():
-            if kept.num_requests and not gateway.waits:
+        for key in self._sharing(room, now):
+            if kept.num_requests and not self._gateways[key].waits:
                 shares[key].num_requests += 1
                 shares[key].num_tokens += kept.num_tokens // kept.num_requests
 
@@ -404,10 +417,12 @@ class GrantDivider(Generic[_Key]):
         return min(RENEW_SECONDS, max(_TELL_SECONDS, _TELL_SECONDS_PER_WORKER * gateway.demand.num_workers))
 
     def _pass_unused(self, key: _Key, gateway: _Gateway, now: float) -> None:
-        """Let others go before a gateway that waits for something else, and would keep the room from them."""
-        if gateway.unused_since is not None and now - gateway.unused_since >= UNUSED_SECONDS:
-            self._order.passes(key, gateway.outstanding().num_requests, now)
-            gateway.unused_since = now
+        """Let others go before a gateway that waits for something else, and keeps the room from them."""
+        if gateway.unused_since is None or now - gateway.unused_since < UNUSED_SECONDS:
+            return
+        gateway.unused_since = now
+        if any(each.unmet_since is not None for each in self._gateways.values()):
+            self._order.passes(key, max(1, gateway.demand.first_requests), now)
 
     def _is_worth_sending(self, gateway: _Gateway, has: _Amount, gets: _Amount, now: float, must_lower: bool) -> bool:
         """Whether a gateway should hear of a new amount now, and not with the next renewal."""

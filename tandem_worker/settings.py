@@ -192,7 +192,7 @@ class WorkerSettings(EngineSettings):
     )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     prompt_grants: bool = setting(
-        True,
+        False,
         "a prefill worker divides half a second of computing among the gateways, by what waits there; without that, "
         "each sends it a second of prompts by its own estimate",
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import EngineStats, Mode
+from tandem_runtime.errors import Overloaded, TandemError
 from tandem_worker.grants import Room
 from tandem_worker.requests import ActiveRequest
 
@@ -66,9 +67,14 @@ class WorkerRoom(ABC):
         if mode == self.seen_mode:
             self._reserved.add(request.key)
 
-    def refused(self, request: ActiveRequest, now: float) -> None:
-        """The engine has refused a request, which has ended: what it keeps for others is not in its stats."""
-        if self._num_requests:
+    def refused(self, request: ActiveRequest, error: TandemError, now: float) -> None:
+        """The engine has refused a request, which has ended: what it keeps for others is not in its stats.
+
+        A request that is wrong, or larger than the whole pool, says nothing of the worker's room.
+        """
+        num_pool_tokens = self._stats.num_total_blocks * self._block_size if self._stats is not None else 0
+        is_full = isinstance(error, Overloaded) and num_tokens_of(request.submit) <= num_pool_tokens
+        if self._num_requests and is_full:
             self._full_until, self._refused_tokens = now + FULL_SECONDS, num_tokens_of(request.submit)
 
     def answered(self, request: ActiveRequest) -> None:

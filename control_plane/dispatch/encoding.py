@@ -20,6 +20,7 @@ from control_plane.admission.model_admission import Waiter
 from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.demand_reports import DemandReports, let_in_of, turns_of
+from control_plane.dispatch.encode_workers import EncodeWorkers
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderInput, EncodingRequest
@@ -103,6 +104,7 @@ class EncodingDispatch:
         max_waiting_per_account: int = 0,
     ) -> None:
         self._registry = registry
+        self._workers = EncodeWorkers(registry)
         self._clients = clients
         self._queue_seconds = queue_seconds
         self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account, answer_token_ms=_TOKEN_COST)
@@ -117,8 +119,8 @@ class EncodingDispatch:
         self._unable: set[str] = set()
         """Incarnations that have refused or lost a part, and not answered, granted or reported since. Waiting parts do
         not look because of them: else parts that are refused at once would take turns without end."""
-        self._to_look: set[str] = set()
-        """Models whose parts may look in the next turn of the loop."""
+        self._to_look: dict[str, dict[str, None]] = {}
+        """Models whose parts may look in the next turn of the loop; the ids of workers that may have room since."""
         self._let_in: set[Waiter] = set()
         """Parts that may look, and are charged for as if they were sent."""
         self._tokens: Counter[str] = Counter()
@@ -186,7 +188,7 @@ class EncodingDispatch:
                 except TandemError as error:
                     self._failed(worker, part, error)
                 else:
-                    self._let_look(part.request.model.model_id)
+                    self._let_look(part.request.model.model_id, worker)
                     return values
         finally:
             self.queue.gone(part.waiter)
@@ -202,32 +204,27 @@ class EncodingDispatch:
         model = part.request.model
         workers = [
             worker
-            for worker in self._workers(model.model_id)
+            for worker in self._workers.some(model.model_id)
             if worker.identity.hex() == model.identity  # else its tokenizer may be another
             and worker.incarnation not in part.avoid
         ]
         has_room = [each for each in workers if self._clients.has_room(each, part.num_tokens) is not False]
         return min(has_room, key=self._load_of, default=None)
 
-    def _workers(self, model_id: str) -> Iterator[Worker]:
-        return (
-            worker
-            for worker in self._registry.workers_of(model_id)
-            if worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable
-        )
-
-    def _let_look(self, model_id: str) -> None:
-        """Let those parts of a model look for a worker that are next and for which there is room.
+    def _let_look(self, model_id: str, worker: Worker) -> None:
+        """Let those parts of a model look for a worker that are next and for which there is room, at this one maybe.
 
         In the next turn of the loop, once for all that happens in this one: parts that may look now have been sent.
         """
-        if model_id not in self._to_look:
-            self._to_look.add(model_id)
+        ids = self._to_look.get(model_id)
+        if ids is None:
+            ids = self._to_look[model_id] = {}
             asyncio.get_running_loop().call_soon(self._give_turns, model_id)
+        ids[worker.worker_id] = None
 
     def _give_turns(self, model_id: str) -> None:
-        self._to_look.discard(model_id)
-        workers = [each for each in self._workers(model_id) if each.incarnation not in self._unable]
+        found = self._workers.some(model_id, self._to_look.pop(model_id))
+        workers = [each for each in found if each.incarnation not in self._unable]
         calls, tokens = Counter[str](), Counter[str]()  # that get their turns now, by incarnation
         is_granted = True
 
@@ -264,7 +261,7 @@ class EncodingDispatch:
     def _refusal(self, part: _Part) -> TandemError:
         """Return why a part waits that no worker has refused."""
         model_id = part.request.model.model_id
-        if any(self._workers(model_id)):
+        if self._workers.some(model_id):
             return _busy(part)
         return Unavailable(f"no encode worker is ready for {model_id}", retry_after_seconds=_RETRY_SECONDS)
 
@@ -304,7 +301,7 @@ class EncodingDispatch:
         model_id = worker.info.card.model_id
         self._unable.discard(worker.incarnation)
         self.queue.granted(model_id, worker.incarnation, turns_of(grant), let_in_of(grant))
-        self._let_look(model_id)
+        self._let_look(model_id, worker)
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:
         self.queue.gone(part.waiter)
@@ -318,7 +315,7 @@ class EncodingDispatch:
         part.num_attempts += 1
         self._tokens[worker.incarnation] += part.num_tokens
         if self._clients.uses_grants(worker) or self._tokens[worker.incarnation] <= _MAX_TOKENS_AT_ONCE:
-            self._let_look(part.request.model.model_id)
+            self._let_look(part.request.model.model_id, worker)
         try:
             sent_at = time.perf_counter()
             message = _message(worker, part, seconds)

@@ -169,11 +169,13 @@ class RequestStarter:
             raise state.refusal or NoRoom(
                 f"every worker of {request.model_id} that can take the request is full; try again later or add workers"
             )
-        return self._unless_busy(route) if state.request.reject_if_busy else route
+        return self._unless_busy(state, route) if state.request.reject_if_busy else route
 
-    def _unless_busy(self, route: Route) -> Route:
+    def _unless_busy(self, state: RequestState, route: Route) -> Route:
         if self._router.is_busy(route.decodes):
             raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
+        if not state.request.is_probe and self._rooms.is_out_of_turn(route):
+            raise Overloaded("the prefill worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
         return route._replace(decodes=route.decodes[:MAX_CANDIDATES])
 
     async def _submit_both_halves(self, state: RequestState, route: Route, waiter: Waiter) -> None:

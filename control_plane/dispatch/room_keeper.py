@@ -86,7 +86,7 @@ class RoomKeeper:
         Return the half of which no worker is. `may_offer`: see `WorkerRooms.has_room`; of the first three.
         """
         if route.prefill is not None:
-            is_granted = self.rooms.is_granted(route.prefill.incarnation, max(1, route.num_prefill_tokens))
+            is_granted = self._is_granted(route)
             if not (self._takes_prompt(route.prefill, request) if is_granted is None else is_granted):
                 return Lack.PREFILL
         cached = {each.estimate.worker.incarnation: each.estimate for each in route.comparison.decodes}
@@ -110,6 +110,15 @@ class RoomKeeper:
                 if len(decodes) == MAX_CANDIDATES:
                     break
         return route._replace(decodes=tuple(decodes)) if decodes else Lack.DECODE
+
+    def is_out_of_turn(self, route: Route) -> bool:
+        """Whether a route's prefill worker grants, and has not granted this gateway room for the prompt."""
+        return route.prefill is not None and self._is_granted(route) is False
+
+    def _is_granted(self, route: Route) -> bool | None:
+        """Return whether the prefill worker of a route has granted room for its prompt; None: it grants nothing."""
+        assert route.prefill is not None, "the caller has looked"
+        return self.rooms.is_granted(route.prefill.incarnation, max(1, route.num_prefill_tokens))
 
     def may_take(self, worker: Worker, num_tokens: int) -> bool:
         """Return whether a worker is expected to go on with an answer of so many tokens, or may be offered it."""

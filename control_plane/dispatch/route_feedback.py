@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -61,13 +62,17 @@ class RouteFeedback:
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
-        if call.output_at is not None and self._registry.is_here(call.link.worker):
-            self._costs.prompt_read(call.link.worker, ledger, call.output_at - call.sent_at)
+        if self._registry.is_here(call.link.worker):
+            repeats_token = call.submit.HasField("handle")  # prefill's, at once, whatever is computed after it
+            computed_at = None if repeats_token else call.output_at
+            self._costs.prompt_read(call.link.worker, ledger, (computed_at or time.perf_counter()) - call.sent_at)
         if call.estimate is None or state.hashes is None:
             return
         cached, size = call.estimate.cached, state.hashes.grain
         num_found = ledger.num_cached_tokens - cached.own
-        self._costs.store_used(call.link.worker.info.host_id, cached.host, num_found)
+        host_id = call.link.worker.info.host_id
+        self._costs.store_used(host_id, cached.host, num_found)
+        self._costs.remote_used(cached.remote_host, host_id, cached.remote, num_found - cached.host)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // size
@@ -112,18 +117,23 @@ class RouteFeedback:
         if not self._registry.is_here(worker):  # nobody would tell the index that the pool is gone
             return
         blocks = hashes.blocks[: hashes.max_left_blocks]
-        self._prefixes.learn(blocks, worker.incarnation, host_id, space=index_space(worker))
+        self._prefixes.learn(blocks, worker.incarnation, host_id, 0, index_space(worker), is_told=_is_told(worker))
 
     def _learn_answer(self, hashes: PromptHashes, block_hashes: Sequence[bytes], worker: Worker, host_id: str) -> None:
         """A worker has these blocks after the prompt's; later requests may find them if nothing bounds what is left."""
         if hashes.max_left_blocks is None and self._registry.is_here(worker):
             first, space = len(hashes.blocks), index_space(worker)
-            self._prefixes.learn(block_hashes, worker.incarnation, host_id, first, space)
+            self._prefixes.learn(block_hashes, worker.incarnation, host_id, first, space, is_told=_is_told(worker))
 
     def _store_of(self, call: WorkerCall) -> str:
         """Return the host whose block store the worker offers its blocks to, "" if there is none."""
         host_id = call.link.worker.info.host_id
         return host_id if self._registry.store_of(host_id) else ""
+
+
+def _is_told(worker: Worker) -> bool:
+    """Return whether the block events of its host tell of what a worker stores; not of release 0.2."""
+    return worker.info.card.takes_spaces
 
 
 def _answer_before(state: RequestState, call: WorkerCall) -> Sequence[bytes]:
@@ -135,36 +145,37 @@ def _answer_before(state: RequestState, call: WorkerCall) -> Sequence[bytes]:
 
 def hand_over_ms(prefill: WorkerCall, decode: WorkerCall) -> float | None:
     """Return the time from prefill's first token, or from when decode had the request if that was later, until decode
-    had the blocks; None: nothing was handed over, or a ledger does not say when.
+    had the blocks; None: nothing was handed over.
 
     The clocks of the two hosts count as one unless this gateway's own clock shows that they differ.
     """
     written, read = prefill.ledger, decode.ledger
-    of_prefill, of_decode = _clock(prefill), _clock(decode)
-    if written is None or read is None or of_prefill is None or of_decode is None or not read.transfer_end_ns:
+    if written is None or read is None or not (written.first_token_ns and read.transfer_end_ns):
         return None
+    of_prefill = _ahead(prefill.sent_at, written.submitted_ns, written.first_token_ns, prefill.output_at)
+    # Decode's first output repeats prefill's token, before its engine has sampled any.
+    first_ns, last_ns = read.submitted_ns or read.transfer_start_ns, read.finished_ns or read.transfer_end_ns
+    of_decode = _ahead(decode.sent_at, first_ns, last_ns, decode.closed_at)
     least, most = of_decode.least - of_prefill.most, of_decode.most - of_prefill.least
     ahead = 0.0 if least <= 0 <= most else (least + most) / 2  # decode's clock, of prefill's
-    shown_at = max(written.first_token_ns / 1e9 + ahead, read.submitted_ns / 1e9)
-    return 1000.0 * max(0.0, read.transfer_end_ns / 1e9 - shown_at)
+    begun_at = max(written.first_token_ns / 1e9 + ahead, read.submitted_ns / 1e9)
+    return 1000.0 * max(0.0, read.transfer_end_ns / 1e9 - begun_at)
 
 
-class _Clock(NamedTuple):
+class _Ahead(NamedTuple):
     """By how many seconds a worker's clock is ahead of `time.perf_counter` here."""
 
     least: float
     most: float
 
 
-def _clock(call: WorkerCall) -> _Clock | None:
-    """Return what a call shows of its worker's clock: no request comes before it was sent, and no token after it came.
+def _ahead(sent_at: float, first_ns: int, last_ns: int, heard_at: float | None) -> _Ahead:
+    """Return what a call shows of its worker's clock: nothing was done before it was sent, or after the gateway heard.
 
-    None: the ledger has no times.
+    `first_ns`, `last_ns`: times of the worker, 0 if there is none; of the last one it told at `heard_at` at the latest.
     """
-    ledger = call.ledger
-    if ledger is None or call.output_at is None or not (ledger.submitted_ns and ledger.first_token_ns):
-        return None
-    return _Clock(ledger.first_token_ns / 1e9 - call.output_at, ledger.submitted_ns / 1e9 - call.sent_at)
+    least = last_ns / 1e9 - heard_at if last_ns and heard_at is not None else -math.inf
+    return _Ahead(least, first_ns / 1e9 - sent_at if first_ns else math.inf)
 
 
 class ReadinessProofs:
@@ -189,8 +200,12 @@ class ReadinessProofs:
         self._refusals.pop(model_id, None)
         if refusal is not None and not handed_over:
             self._refusals[model_id] = refusal.message
+        kind = model_id, handed_over
+        if kind in self._proven_at:  # once more: nothing else changes, and `age` looks at all workers of the model
+            self._proven_at[kind] = self._clock()
+            return
         was_proven = self.age(model_id) is not None
-        self._proven_at[model_id, handed_over] = self._clock()
+        self._proven_at[kind] = self._clock()
         if not was_proven and self.age(model_id) is not None:
             log.info("model_ready", model=model_id, handed_over=handed_over)
 

@@ -248,7 +248,10 @@ class ModelCatalog:
 
     def list(self) -> list[ModelDescription]:
         """Return the descriptions of served models that can be used, as far as they are known."""
-        keys = {self._find(model_id).key for model_id in self._served_ids() if model_id not in self._problems}
+        preferred: dict[str, Key] = {}
+        for each in self._known_of_workers():
+            preferred.setdefault(each.card.model_id, each.key)
+        keys = [key for model_id, key in preferred.items() if model_id not in self._problems]
         known = [self._described[key].description for key in keys if key in self._described]
         return sorted(known, key=lambda description: description.model_id)
 

@@ -241,7 +241,9 @@ class WorkerRegistry:
         if previous is not None and previous.incarnation == info.incarnation and info_version < previous.info_version:
             log.info("late_registration_ignored", worker=info.worker_id, version=info_version)
             return
-        if previous is not None and previous.incarnation != info.incarnation:
+        if previous is not None and previous.incarnation == info.incarnation and _place(previous.info) != _place(info):
+            self._forget(previous, "moved")  # who keeps something by host or role hears that the worker is not there
+        elif previous is not None and previous.incarnation != info.incarnation:
             self._forget(previous, "replaced")
             self._replaced[previous.incarnation] = None
             if len(self._replaced) > _MAX_REPLACED:
@@ -456,3 +458,7 @@ class WorkerRegistry:
     def _notify(self, worker: Worker, is_here: bool) -> None:
         for listener in self._listeners:
             listener(worker, is_here)
+
+
+def _place(info: pb.WorkerInfo) -> tuple[str, pb.WorkerRole.ValueType]:
+    return info.host_id, info.role

@@ -13,6 +13,8 @@ _LEAST_RATED_BYTES = 256 << 10
 """A KV service takes rates of transfers of this length or more, and first of probes."""
 _MAX_WINDOW_BYTES, _WINDOWS = 4 << 20, 4
 """As in kv_transfer_svc/pull_memory.py."""
+_LEAST_RATE, _LEAST_SECONDS = 1.0, 1e-6
+"""Of a link, in bytes per second, and of a worker's steps: quotients of less say nothing, or are infinite."""
 _LEAST_SHARE = 0.1
 """Of a transfer's time that is its bytes': the latency is that of other transfers."""
 
@@ -109,7 +111,7 @@ def figures_of(info: pb.WorkerInfo, load: pb.LoadReport) -> WorkerFigures:
         step_seconds=seconds,
         answer_rate=_rate(counters.get("tokens_generated", 0.0), seconds),
         has_store=service.HasField("store"),
-        links={each.address: _link(each) for each in service.links if each.bytes_per_second > 0},
+        links={each.address: _link(each) for each in service.links if each.bytes_per_second >= _LEAST_RATE},
         arena=_arena(service) if service.arena_bytes else None,
         chunk_tokens=_number(info, "max_num_batched_tokens"),
         bytes_per_token=pool.bytes_per_block / tokens_per_block if tokens_per_block else 0.0,
@@ -131,4 +133,4 @@ def _arena(service: pb.KvServiceLoad) -> Arena:
 
 
 def _rate(number: float, seconds: float) -> float | None:
-    return number / seconds if number > 0 and seconds > 0 else None
+    return number / seconds if number > 0 and seconds >= _LEAST_SECONDS else None

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import ASSUMED_LINK, Link
-from control_plane.routing.hand_overs import HandOverCost, HandOvers, Shown, shown
+from control_plane.routing.hand_overs import HALF_LIFE_SECONDS, MAX_PAIRS, HandOverCost, HandOvers, Shown, shown
 from control_plane.routing.prefill_rates import PrefillRates
 from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
@@ -33,6 +33,8 @@ _LATE_LOADS = 4.0
 _OLD_WEIGHT = 0.8
 """Weight of earlier measurements in a moving average."""
 _OLD_WEIGHT_OF_PEERS = 0.98
+_LEAST_MISSED = 0.01
+"""Of what was expected in another host's store; less is none."""
 _TOKENS_OF_PEERS = 2_048
 """What a worker computed lately counts beside so many tokens at its peers' speed.
 
@@ -40,7 +42,7 @@ A step takes a while however few its tokens are, so a worker that got shorter pr
 its own prompts alone, whichever got the first new sessions would get nearly all.
 """
 _FORGET_SECONDS = 300.0
-"""So long counts what a decode worker showed: one that looked slow gets no prompts to show otherwise."""
+"""So long counts what a decode worker showed, and then its peers' mean: one that looked slow gets no other prompts."""
 _TYPICAL_SECONDS = 0.5
 """How long a mean over all workers is cached: workers report each second, and every request needs the mean."""
 SHARE_OF_OTHERS = 0.5
@@ -206,6 +208,11 @@ class CostModel:
         self._computed_by_peers: dict[_Peers, _Computed] = {}
         """The same of all of a model, a numerics class and a role."""
         self._store_hit_rates: dict[str, float] = {}
+        self._remote_misses: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        """Of what one host's store was said to have, the share that another host did not get, and when that was learnt.
+
+        A link may be cut, or a layout another one, which the index does not know.
+        """
         self._listeners: list[Callable[[str], None]] = []
         self._means: Means
         registry.listen(self._changed)
@@ -272,13 +279,24 @@ class CostModel:
             num_found = size * host * self._store_hit_rates.get(figures.host_id, 1.0)
             load_ms = 1000.0 * num_found / size * bytes_per_grain / _MEMORY_BYTES_PER_SECOND
         if remote:
+            num_fetched = size * remote * self._remote_hit_rate(remote_host, figures.host_id)
             fetch_ms = sources.fetch_ms(figures.host_id, remote * bytes_per_grain)
-            if fetch_ms is None or fetch_ms >= 1000.0 * remote * size / rate:  # computing them is sooner
+            if fetch_ms is None or fetch_ms >= 1000.0 * num_fetched / rate:  # computing them is sooner
                 remote, remote_host = 0, ""
             else:
                 load_ms += fetch_ms
-        num_missing = max(1, round(request.num_prompt_tokens - size * (own + remote) - num_found))
+                num_found += num_fetched
+        num_missing = max(1, round(request.num_prompt_tokens - size * own - num_found))
         return CachedPrefix(size * own, size * host, size * remote, remote_host), num_missing, load_ms
+
+    def _remote_hit_rate(self, from_host: str, to_host: str) -> float:
+        """Return the share of what a host's store is said to have that another host gets; unlearnt by half a minute."""
+        learnt = self._remote_misses.get((from_host, to_host))
+        if learnt is None:
+            return 1.0
+        missed, at = learnt
+        still: float = 0.5 ** ((self._clock() - at) / HALF_LIFE_SECONDS)
+        return 1.0 - still * missed
 
     def prefix_wait_ms(self, estimate: PrefillEstimate) -> float:
         """Return how long a worker may wait for what another host's store has: some times as long as predicted.
@@ -366,6 +384,8 @@ class CostModel:
         if own is None:
             return None
         of_peers = self._computed_by_peers.get(_peers(worker), own)  # its own if its card has changed since
+        if not of_peers.num_tokens:
+            return None
         seconds_of_peers = _TOKENS_OF_PEERS * of_peers.seconds / of_peers.num_tokens
         return (own.num_tokens + _TOKENS_OF_PEERS) / (own.seconds + seconds_of_peers)
 
@@ -403,11 +423,23 @@ class CostModel:
             share = min(1.0, max(0.0, num_found / num_expected_tokens))
             self._store_hit_rates[host_id] = _mixed(self._store_hit_rates.get(host_id, 1.0), share)
 
+    def remote_used(self, from_host: str, to_host: str, num_expected_tokens: int, num_found: int) -> None:
+        """Record how many of the tokens expected in another host's store came from there."""
+        if num_expected_tokens > 0:
+            share = min(1.0, max(0.0, num_found / num_expected_tokens))
+            key = from_host, to_host
+            missed = 1.0 - _mixed(self._remote_hit_rate(*key), share)
+            self._remote_misses.pop(key, None)
+            if missed > _LEAST_MISSED:
+                self._remote_misses[key] = missed, self._clock()
+                if len(self._remote_misses) > MAX_PAIRS:
+                    self._remote_misses.popitem(last=False)
+
     def _heard(self, worker: Worker) -> None:
-        """Forget the speed of a worker that has computed no prompt for long: it may have been slow for once."""
+        """Take a worker that has computed no prompt for long for one of its peers: it may have been slow for once."""
         computed = self._computed.get(worker.incarnation)
-        if computed is not None and self._clock() - computed.at > _FORGET_SECONDS:
-            del self._computed[worker.incarnation]
+        if computed is not None and computed.num_tokens and self._clock() - computed.at > _FORGET_SECONDS:
+            self._computed[worker.incarnation] = _Computed(0.0, 0.0, computed.at)
             self._rate_changed(worker.incarnation)
 
     def _rate_changed(self, incarnation: str) -> None:
@@ -455,7 +487,7 @@ def _peers(worker: Worker) -> _Peers:
 
 def _summed(old: _Computed | None, weight: float, num_tokens: int, seconds: float, now: float) -> _Computed:
     """Return what was computed lately, the old with less weight."""
-    if old is None or now - old.at > _FORGET_SECONDS:
+    if old is None:
         return _Computed(num_tokens, seconds, now)
     return _Computed(weight * old.num_tokens + num_tokens, weight * old.seconds + seconds, now)
 

@@ -32,7 +32,7 @@ _MEMORY_MS_PER_BYTE = 1000.0 / 5e9
 MAX_HAND_OVER_MS = 10_000.0
 """A longer one counts as this one: a worker's clock was set, or its host stood still."""
 _NEW_WEIGHT = 0.2
-_MAX_PAIRS = 16_384
+MAX_PAIRS = 16_384
 """Learnt ones: those of 128 hosts."""
 HALF_LIFE_SECONDS = 60.0
 REFRESH_SECONDS = 1.0
@@ -204,7 +204,7 @@ class HandOvers:
             fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
             until = now + REFRESH_SECONDS
         pair = Pair(fixed_ms, ms_per_byte)
-        if len(self._pairs) >= 4 * _MAX_PAIRS:
+        if len(self._pairs) >= 4 * MAX_PAIRS:
             self._pairs.clear()
         self._pairs[key] = pair, until
         return pair
@@ -249,7 +249,7 @@ class HandOvers:
         mixed_ms = (1 - _NEW_WEIGHT) * pair.fixed_ms + _NEW_WEIGHT * fixed_ms
         self._learnt.pop(key, None)
         self._learnt[key] = mixed_ms, self._clock()
-        if len(self._learnt) > _MAX_PAIRS:
+        if len(self._learnt) > MAX_PAIRS:
             self._pair_changed(self._learnt.popitem(last=False)[0])
         self._pair_changed(key)
 
@@ -266,7 +266,9 @@ class HandOvers:
             if self._host_at.get(before) == host_id:
                 del self._host_at[before]
             self._links.pop(host_id, None)
-            self._arenas.pop(host_id, None)
+            if self._arenas.pop(host_id, None) is not None:
+                for listener in self._listeners:
+                    listener.arena_changed(host_id)
         if service is not None and address is not None:
             self._addresses[host_id], self._host_at[address] = address, host_id
             self._reported(service)

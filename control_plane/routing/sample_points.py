@@ -155,11 +155,19 @@ class SamplePointIndex:
     # ------------------------------------------------------------------------------------- from this gateway's requests
 
     def learn(
-        self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0, space: bytes = b""
+        self,
+        block_hashes: Sequence[bytes],
+        incarnation: str,
+        host_id: str,
+        first: int = 0,
+        space: bytes = b"",
+        *,
+        is_told: bool = True,
     ) -> None:
         """Record that a worker has these blocks of a chain, whose first one is block `first` of the chain.
 
         `host_id`: the host whose store has them too, or "". Each counts for 2 s if block events tell of it.
+        `is_told`: whether events of that host, if there are any, tell of what this worker stores.
         """
         self._settle()
         positions, num_points = _taught(first, first + len(block_hashes))
@@ -168,12 +176,12 @@ class SamplePointIndex:
         keys = _keys_at(block_hashes, positions - first, space)
         slots, is_kept = self._slots_for(keys, in_order=True)
         pool, store = self._table.pool(incarnation), self._table.host(host_id) if host_id else 0
-        are_told = self._table.is_reported(incarnation), self._table.is_live(host_id)
-        for four, (place, is_told) in enumerate(zip((pool, store), are_told, strict=True)):
+        are_fresh = self._table.is_reported(incarnation), is_told and self._table.is_live(host_id)
+        for four, (place, is_fresh) in enumerate(zip((pool, store), are_fresh, strict=True)):
             if not place:
                 continue
             places = np.full(len(keys), place, np.uint16)
-            if is_told:
+            if is_fresh:
                 places[:num_points] |= _UNCONFIRMED
                 self._lessons.append(_Lesson(self._clock() + _FRESH_SECONDS, keys[:num_points], place))
             _put_first(self._fours, 2 * slots[is_kept] + four, places[is_kept])

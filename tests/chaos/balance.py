@@ -62,6 +62,10 @@ def _of_first(gateway: Gateway) -> Iterator[str]:
     dispatcher = gateway.dispatcher
     if dispatcher.num_requests:
         yield f"{dispatcher.num_requests} requests run"
+    for model_id, line in dispatcher.queue._rooms.items():
+        waiting = [account for each in line.counters.values() for account in each._num_waiting]
+        if len(line) or line._looking or waiting:
+            yield f"{model_id}: {len(line)} wait, {len(line._looking)} look, {waiting} count as waiting"
     for worker in gateway.registry.workers():
         room = dispatcher.rooms.rooms.get(worker.incarnation)
         if room is not None and (room.pending or room.num_requests or room.num_tokens):

@@ -90,7 +90,7 @@ async def load(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Load]:
         async with Fleet(folder, local_prefill="auto") as fleet:
             fleet.start("kv", "kv-0")
             for index in range(2):
-                fleet.start("prefill", f"prefill-{index}", *SMALL)
+                fleet.start("prefill", f"prefill-{index}", *SMALL, "--prompt-grants")
                 fleet.start("decode", f"decode-{index}", *SMALL)
             fleet.start("encode", "embedder", "--model", str(embedder), "--num-threads", "1")
             fleet.start("encode", "ranker", "--model", str(ranker), "--num-threads", "1")

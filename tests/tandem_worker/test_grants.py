@@ -322,6 +322,55 @@ def test_a_gateway_that_waits_for_something_else_keeps_the_room_from_nobody_for_
     assert used["needy"] >= 5 * 300, "one window of room in a second, or more"
 
 
+def test_no_wait_however_long_breaks_the_order_where_nothing_passes_what_is_first() -> None:
+    """A batch of long prompts had its turn each five seconds, and then the worker for ten."""
+    divider, room = divider_of("batches", "others"), Room(500, 9, takes_any=True, in_order=True)
+
+    def told(now: float) -> None:
+        long = AccountDemand("a", service_class=0, num_requests=1, waited_seconds=now)
+        short = AccountDemand("b", service_class=1, num_requests=20, waited_seconds=now)
+        divider.demanded("batches", Demand(10_000, 1, 10_000, 1, (long,)), now)
+        divider.demanded("others", Demand(1000, 20, 50, 1, (short,)), now)
+
+    for now in range(8):
+        told(float(now))
+        grants = divider.divide(room, float(now))
+        assert "batches" not in grants or grants["batches"].num_requests == 0
+
+
+def test_a_gateway_that_says_nothing_any_more_is_not_waited_for_where_room_is_granted_in_order() -> None:
+    divider, room = divider_of("stopped", "alive"), Room(500, 9, in_order=True)
+    divider.demanded("stopped", waits(1, 400, x=1), 0.0)
+    for now in (0.0, 0.5, 1.0, 1.5, 2.0):
+        divider.demanded("alive", waits(9, 400, y=9), now)
+        divider.divide(room, now)
+    assert divider._gateways["stopped"].waits
+    divider.demanded("alive", waits(9, 400, y=9), 2.5)
+    divider.divide(room, 2.5)
+    assert not divider._gateways["stopped"].waits and divider._gateways["alive"].waits
+    divider.demanded("stopped", waits(1, 400, x=1), 3.0)
+    assert divider._gateways["stopped"].waits
+
+
+def test_what_is_left_unused_is_charged_for_only_while_another_lacks_it() -> None:
+    divider, room = divider_of("a", "b"), Room(10_000, 40, in_order=True)
+    for now in (0.0, 0.3, 0.6, 0.9):
+        divider.demanded("a", waits(2, x=2), now)
+        divider.demanded("b", waits(2, y=2), now)
+        divider.divide(room, now)
+    grants = divider.divide(room, 1.2)
+    assert {turn.lead for grant in grants.values() for turn in grant.turns} == {0.0}
+
+
+def test_gateways_where_nothing_happens_have_no_part_of_a_worker_that_grants_in_order() -> None:
+    divider, room = divider_of("a", "b", "c", "d"), Room(1000, 8, in_order=True)
+    assert divider.divide(room, 0.0)["a"].num_tokens == 250
+    divider.submitted("a", 10, 4.0)
+    divider.divide(room, 4.0)
+    divider.submitted("a", 10, 8.0)
+    assert divider.divide(room, 8.0)["a"].num_tokens - 20 == 1000
+
+
 def test_who_begins_to_wait_has_no_credit_for_idle_time() -> None:
     divider = divider_of("a", "b")
     divider.demanded("a", waits(50, x=50), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import EngineStats
+from tandem_runtime.errors import InvalidRequest, Overloaded
 from tandem_worker.process import granted_room
 from tandem_worker.requests import ActiveRequest, GatewayStream
 from tandem_worker.settings import WorkerSettings
@@ -97,11 +98,21 @@ def test_a_worker_that_has_refused_takes_nothing_until_one_ends_or_some_time_has
     worker = Worker()
     kept, refused = worker.come("kept", 10), worker.come("refused", 10)
     worker.room.ended(refused)
-    worker.room.refused(refused, 1.0)
+    worker.room.refused(refused, Overloaded("full"), 1.0)
     assert worker.now(1.0) == (0, False) and not worker.room.room(1.0).num_requests
     assert worker.now(1.0 + FULL_SECONDS) == (WINDOW - 10, True)
     worker.room.ended(kept)
     assert worker.now(1.0) == (WINDOW, True)
+
+
+def test_a_request_that_is_wrong_or_larger_than_the_pool_closes_a_worker_for_nobody() -> None:
+    worker = Worker()
+    worker.come("kept", 10)
+    for number, error in ((10, InvalidRequest("wrong")), (10**9, Overloaded("larger than the pool"))):
+        refused = worker.come("refused", number)
+        worker.room.ended(refused)
+        worker.room.refused(refused, error, 1.0)
+        assert worker.now(1.0) == (WINDOW - 10, True)
 
 
 def test_no_more_requests_are_taken_than_the_engine_queues() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from html import escape
 
 from starlette.requests import Request
@@ -33,8 +33,7 @@ def routes() -> list[Route]:
 
 async def page(request: Request) -> Response:
     """Answer the live page. Without JavaScript, it says what Tandem is, what it serves, and how to call it."""
-    text = page_text(str(request.base_url).rstrip("/"), served_models(request))
-    return PageFile.of(text.encode(), "text/html; charset=utf-8").answer(request)
+    return _page(str(request.base_url).rstrip("/"), tuple(served_models(request))).answer(request)
 
 
 async def page_file(request: Request) -> Response:
@@ -69,6 +68,12 @@ def page_text(url: str, models: Sequence[str]) -> str:
         "serving": serving,
     }
     return _PLACE.sub(lambda place: values[place[1]], _files().index)
+
+
+@lru_cache(maxsize=16)
+def _page(url: str, models: tuple[str, ...]) -> PageFile:
+    """Return the page, compressed once for all who ask: most ask for the same gateway by one name."""
+    return PageFile.of(page_text(url, models).encode(), "text/html; charset=utf-8")
 
 
 @cache

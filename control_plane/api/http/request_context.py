@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -23,7 +24,7 @@ from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.api.http.route_names import method_of, name_of, route_of
 from control_plane.explain.server_timing import server_timing
 from control_plane.explain.timeline import Timeline
-from control_plane.generation import ModelCatalog
+from control_plane.generation import ModelCatalog, ModelDescription
 from control_plane.live.feed import LiveFeed
 from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
@@ -79,12 +80,24 @@ class Services:
 
 
 class ServedModels:
-    """The ids of served models for pages that need no token: the catalogue is asked once a second, not per request."""
+    """What is told of the served models, prepared for all who ask.
+
+    For pages that need no token, the catalogue is asked once a second, and not per request.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._model_ids: tuple[str, ...] = ()
         self._read_at = -math.inf
+        self._listed: list[ModelDescription] = []
+        self._list = b""
+
+    def listed(self, catalog: ModelCatalog, make: Callable[[Sequence[ModelDescription]], bytes]) -> bytes:
+        """Return what `make` makes of the models, as before if all descriptions are those of before."""
+        models = catalog.list()
+        if len(models) != len(self._listed) or any(map(operator.is_not, models, self._listed)) or not self._list:
+            self._listed, self._list = models, make(models)
+        return self._list
 
     def of(self, catalog: ModelCatalog) -> tuple[str, ...]:
         if self._clock() - self._read_at >= _SERVED_SECONDS:

@@ -88,9 +88,13 @@ def _named(form: AnswerForm, model: ModelDescription) -> str:
 
 
 async def list_models(request: Request) -> Response:
-    served = services_of(request).catalog.list()
+    services = services_of(request)
+    return Response(services.served.listed(services.catalog, _list_json), media_type="application/json")
+
+
+def _list_json(served: Sequence[ModelDescription]) -> bytes:
     models = [_model_json(each) for model in served for each in (model, *_with_adapters(model))]
-    return JSONResponse({"object": "list", "data": models})
+    return msgspec.json.encode({"object": "list", "data": models})
 
 
 async def get_model(request: Request) -> Response:

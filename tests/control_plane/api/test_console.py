@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from control_plane.api.console.page_files import FOLDER, PageFiles
+from control_plane.api.console.page_files import FOLDER, PageFile, PageFiles
 from tests.control_plane.api.gateway import serve
 
 FILES = PageFiles()
@@ -41,6 +41,20 @@ async def test_without_scripts_the_page_says_what_is_served_and_has_a_line_to_pa
     assert f"curl -N {gateway.url}/client/v4/accounts/default/ai/run/&lt;b&gt;{{url}}" in static
     for path in ("/docs", "/v1/models", "/v1/workers", "/readyz"):
         assert f'href="{path}"' in static
+
+
+async def test_the_page_is_compressed_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+    of = PageFile.of
+
+    def record(content: bytes, media_type: str) -> PageFile:
+        made.append(content)
+        return of(content, media_type)
+
+    monkeypatch.setattr(PageFile, "of", record)
+    async with serve(model_id="of this test") as gateway:
+        texts = {(await gateway.client.get("/")).text for _ in range(3)}
+    assert len(texts) == len(made) == 1
 
 
 async def test_the_page_names_only_files_that_are_there_and_they_stay_in_the_browser_for_ever() -> None:

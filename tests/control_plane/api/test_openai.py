@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from control_plane.generation import TokenRequest
+from control_plane.api.http.request_context import ServedModels
+from control_plane.generation import ModelDescription, TokenRequest
 from tandem_runtime.errors import Overloaded
 from tests.control_plane.api.gateway import Gateway, serve
-from tests.control_plane.api.model import byte_level_tokenizer, ids_of
+from tests.control_plane.api.model import OneModel, byte_level_tokenizer, description, ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
 
 EOS = 1
@@ -179,6 +182,22 @@ async def test_models_are_listed_and_found_by_id_or_alias() -> None:
         assert (await client.models.retrieve("demo")).id == "@tandem/demo"
         with pytest.raises(openai.NotFoundError, match=r"no model 'x/y'"):
             await client.models.retrieve("x/y")
+
+
+def test_the_list_of_models_is_prepared_once_until_a_model_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+
+    def make(models: Sequence[ModelDescription]) -> bytes:
+        made.append([model.context_length for model in models])
+        return b"list"
+
+    served, catalog = ServedModels(), OneModel(description(context_length=77))
+    assert [served.listed(catalog, make) for _ in range(3)] == [b"list"] * 3
+    (model,) = catalog.list()
+    for models in ([replace(model, context_length=99)], [], []):
+        monkeypatch.setattr(catalog, "list", lambda models=models: models)
+        served.listed(catalog, make)
+    assert made == [[77], [99], []]
 
 
 async def test_a_stream_is_data_lines_only_and_ends_with_done() -> None:

@@ -61,10 +61,10 @@ async def test_the_prompt_of_many_choices_is_learnt_once_for_each_worker(monkeyp
         learn = here.router.prefixes.learn
 
         def record(
-            block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0, space: bytes = b""
+            block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int, space: bytes, *, is_told: bool
         ) -> None:
             learnt.append((incarnation, host_id, first, len(block_hashes)))
-            learn(block_hashes, incarnation, host_id, first, space)
+            learn(block_hashes, incarnation, host_id, first, space, is_told=is_told)
 
         monkeypatch.setattr(here.router.prefixes, "learn", record)
         stream = await here.dispatcher.submit(new_request(max_tokens=30, num_choices=8, token_ids=LONG))
@@ -149,9 +149,9 @@ async def test_what_ends_after_its_worker_has_gone_teaches_nothing() -> None:
         assert here.router.costs.measured_rate(call.link.worker) is None
 
 
-def a_call(sent_at: float, output_at: float | None, **times: Any) -> WorkerCall:
+def a_call(sent_at: float, output_at: float, closed_at: float, **times: Any) -> WorkerCall:
     call = object.__new__(WorkerCall)
-    call.sent_at, call.output_at = sent_at, output_at
+    call.sent_at, call.output_at, call.closed_at = sent_at, output_at, closed_at
     call.ledger = pb.PhaseLedger(**times)
     return call
 
@@ -160,32 +160,42 @@ MS = 1_000_000
 HOUR = 3_600_000 * MS
 
 
+def prefill_call(clock: int, output_at: float = 0.120) -> WorkerCall:
+    """Sent at 0; each way takes 10 ms. The first token is made at 110 ms, by the gateway's clock."""
+    return a_call(0.0, output_at, output_at, submitted_ns=clock, first_token_ns=clock + 100 * MS)
+
+
+def decode_call(clock: int, sent_at: float = 0.0, *, heard_late: float = 0.0) -> WorkerCall:
+    """Each way takes 10 ms. Decode has the blocks 140 ms after the request, and repeats prefill's token at once.
+
+    Its own first token takes long, since its batch is full.
+    """
+    times = {"transfer_start_ns": 100, "transfer_end_ns": 140, "first_token_ns": 400, "finished_ns": 500}
+    output_at, closed_at = sent_at + 0.160, sent_at + 0.520
+    absolute = {name: clock + value * MS for name, value in times.items()}
+    return a_call(sent_at, output_at + heard_late, closed_at + heard_late, submitted_ns=clock, **absolute)
+
+
 @pytest.mark.parametrize(("prefill_clock", "decode_clock"), [(HOUR, HOUR), (HOUR, 2 * HOUR), (2 * HOUR, HOUR)])
 def test_a_hand_over_is_as_long_whatever_the_clocks_of_hosts_say(prefill_clock: int, decode_clock: int) -> None:
-    """Each way takes 10 ms: prefill's first token is made at 110 ms, and decode has the blocks at 150 ms."""
-    prefill = a_call(0.0, 0.120, submitted_ns=prefill_clock, first_token_ns=prefill_clock + 100 * MS)
-    read = {"transfer_end_ns": decode_clock + 140 * MS, "first_token_ns": decode_clock + 145 * MS}
-    decode = a_call(0.0, 0.165, submitted_ns=decode_clock, **read)
-    assert hand_over_ms(prefill, decode) == pytest.approx(40, abs=0.01)
-    late = a_call(0.115, 0.280, submitted_ns=decode_clock, **read)  # it was full before, and has the request at 125 ms
+    prefill = prefill_call(prefill_clock)
+    assert hand_over_ms(prefill, decode_call(decode_clock)) == pytest.approx(40, abs=0.01)
+    late = decode_call(decode_clock, 0.115)  # it was full before, and has the request at 125 ms
     assert hand_over_ms(prefill, late) == pytest.approx(140, abs=0.01)
 
 
 def test_a_gateway_that_is_late_itself_does_not_make_hand_overs_longer() -> None:
-    """It has seen both outputs late, so nothing shows that the clocks differ."""
-    prefill = a_call(0.0, 0.500, submitted_ns=HOUR, first_token_ns=HOUR + 100 * MS)
-    read = {"transfer_end_ns": HOUR + 110 * MS, "first_token_ns": HOUR + 115 * MS}
-    assert hand_over_ms(prefill, a_call(0.0, 0.130, submitted_ns=HOUR, **read)) == pytest.approx(10, abs=0.01)
+    """It has heard of both late, so nothing shows that the clocks differ."""
+    prefill = prefill_call(HOUR, 0.500)
+    assert hand_over_ms(prefill, decode_call(HOUR, heard_late=0.030)) == pytest.approx(40, abs=0.01)
 
 
-def test_what_a_ledger_does_not_say_is_not_learnt() -> None:
-    prefill = a_call(0.0, 0.120, submitted_ns=HOUR, first_token_ns=HOUR + 100 * MS)
-    whole = {"submitted_ns": HOUR, "transfer_end_ns": HOUR + 110 * MS, "first_token_ns": HOUR + 115 * MS}
-    for lacking in whole:
-        times = {name: value for name, value in whole.items() if name != lacking}
-        assert hand_over_ms(prefill, a_call(0.0, 0.165, **times)) is None
-    assert hand_over_ms(prefill, a_call(0.0, None, **whole)) is None
-    assert hand_over_ms(a_call(0.0, 0.120, submitted_ns=HOUR), a_call(0.0, 0.165, **whole)) is None
+def test_a_hand_over_without_a_second_token_is_one_and_others_are_none() -> None:
+    """Decode's ledger has no times of an engine if the answer ended with prefill's token."""
+    prefill, times = prefill_call(HOUR), {"transfer_start_ns": HOUR + 100 * MS, "transfer_end_ns": HOUR + 140 * MS}
+    assert hand_over_ms(prefill, a_call(0.0, 0.165, 0.165, **times)) == pytest.approx(40, abs=0.01)
+    assert hand_over_ms(prefill, a_call(0.0, 0.165, 0.165, submitted_ns=HOUR)) is None
+    assert hand_over_ms(a_call(0.0, 0.120, 0.120), decode_call(HOUR)) is None
 
 
 async def test_accounts_do_not_see_each_others_blocks() -> None:

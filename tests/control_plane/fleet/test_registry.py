@@ -301,3 +301,21 @@ def test_kv_services_are_found_by_their_place_while_they_may_be_used() -> None:
     assert places() == (["b"], ["b"])
     harness.registry.deregister("kv", "one")
     assert places() == ([], [])
+
+
+@pytest.mark.parametrize("change", [{"host_id": "b"}, {"role": pb.WORKER_ROLE_DECODE}])
+def test_who_keeps_something_by_host_or_role_hears_of_a_worker_that_has_another(change: dict[str, Any]) -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    heard: list[tuple[str, int, bool]] = []
+    registry.listen(lambda worker, is_here: heard.append((worker.info.host_id, worker.role, is_here)))
+    info = pb.WorkerInfo(worker_id="w", incarnation="w-1", role=pb.WORKER_ROLE_KV, host_id="a")
+    for _ in range(2):
+        registry.register(info, pb.LoadReport(state=READY))
+    changed = pb.WorkerInfo()
+    changed.CopyFrom(info)
+    for name, value in change.items():
+        setattr(changed, name, value)
+    registry.register(changed, pb.LoadReport(state=READY))
+    there = ("a", pb.WORKER_ROLE_KV)
+    assert heard == [(*there, True), (*there, True), (*there, False), (changed.host_id, changed.role, True)]
+    assert (registry.kv_service_of("a") is None) and len(registry.workers()) == 1

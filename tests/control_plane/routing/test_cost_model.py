@@ -227,24 +227,27 @@ def test_a_prompt_took_no_longer_than_the_gateway_waited_for_it() -> None:
     assert harness.router.costs.tokens_per_second(harness.worker("d")) == pytest.approx(4_000)
 
 
-def test_a_decode_worker_that_was_slow_once_is_tried_again() -> None:
+def test_a_decode_worker_that_was_slow_once_counts_as_its_peers_after_some_minutes() -> None:
     """Nothing else would show that it is fast now: a slow one gets no prompts."""
-    harness = Harness("h", "h2", local_prefill="auto")
-    for name in ("slow", "other"):
+    harness = Harness("h", local_prefill="auto")
+    for name, seconds, num_prompts in (("slow", 100, 1), ("other", 1, 50)):
         harness.add(name, DECODE)
-        ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=100 * 10**9)
-        harness.router.costs.prompt_read(harness.worker(name), ledger)
-    assert harness.router.costs.tokens_per_second(harness.worker("slow")) == pytest.approx(40)
+        ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=seconds * 10**9)
+        for _ in range(num_prompts):
+            harness.router.costs.prompt_read(harness.worker(name), ledger)
+    told: list[str] = []
+    harness.router.costs.listen(told.append)
     beat = cp.HeartbeatRequest(worker_id="slow", incarnation="slow-1", load=harness.worker("slow").load)
-    harness.now += 200.0
+    for pause, expected in ((200.0, 60), (101.0, 1_885)):
+        harness.now += pause
+        harness.registry.heartbeat(beat)
+        assert harness.router.costs.measured_rate(harness.worker("slow")) == pytest.approx(expected, rel=0.1)
     harness.registry.heartbeat(beat)
-    assert harness.router.costs.measured_rate(harness.worker("slow")) == pytest.approx(40)
-    harness.now += 101.0
-    harness.registry.heartbeat(beat)
-    assert harness.router.costs.measured_rate(harness.worker("slow")) is None
+    assert told == ["slow-1"]
     ledger = pb.PhaseLedger(num_computed_tokens=4_000, scheduled_ns=1, first_token_ns=10**9)
     harness.router.costs.prompt_read(harness.worker("slow"), ledger)
-    assert harness.router.costs.measured_rate(harness.worker("slow")) == pytest.approx(4_000)
+    rate = harness.router.costs.measured_rate(harness.worker("slow"))
+    assert rate is not None and rate > 2_500
 
 
 def test_equal_workers_seem_nearly_equal_whatever_the_lengths_of_their_prompts() -> None:
@@ -281,6 +284,28 @@ def test_a_worker_that_is_slow_with_long_prompts_is_known_to_be_slow() -> None:
     rates = {name: harness.router.costs.tokens_per_second(harness.worker(name)) for name in ("fast", "slow")}
     assert rates["slow"] < 5_500
     assert rates["fast"] > 15_000
+
+
+def test_what_another_host_does_not_deliver_is_expected_less_and_again_after_some_minutes() -> None:
+    """The link may be cut, or the layout another one: block events say that the blocks are there."""
+    harness = Harness("h", "far")
+    harness.add("p", PREFILL)
+    harness.add("d", DECODE)
+    harness.learn("elsewhere", 50, "far")
+
+    def remote() -> tuple[int, float]:
+        _, route = harness.prefill_of()
+        return route.describe()["cached_remote_tokens"], route.predicted_ms["compute"]
+
+    assert remote() == pytest.approx((800, 801.0))
+    harness.router.costs.remote_used("far", "h", 800, 0)
+    assert remote() == pytest.approx((800, 801.0 + 160))
+    for _ in range(20):
+        harness.router.costs.remote_used("far", "h", 800, 0)
+    assert remote() == pytest.approx((0, 1601.0))
+    harness.router.costs.remote_used("far", "elsewhere", 800, 800)
+    harness.now += 600.0
+    assert remote() == pytest.approx((800, 801.0), rel=0.01)
 
 
 def test_a_reason_says_all_of_it_in_milliseconds() -> None:

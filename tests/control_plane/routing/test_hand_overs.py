@@ -216,7 +216,7 @@ def test_what_was_learnt_is_forgotten_by_half_in_a_minute_so_that_a_slow_pair_is
 
 
 def test_pairs_are_forgotten_the_longest_unused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_overs, "_MAX_PAIRS", 2)
+    monkeypatch.setattr(hand_overs, "MAX_PAIRS", 2)
     harness = Harness()
     readers = [harness.add(f"d{host}", DECODE, host) for host in "abc"]
     for reader in readers:

@@ -58,14 +58,15 @@ class StallWatch:
             return
         log.warning("call_stalled", request_id=state.request.request_id, worker=call.worker_id, reason=reason)
         call.watch.failed(reason, "slow", is_certain=is_certain)
-        error = Stalled(f"worker {call.worker_id} was given up: {reason}", retry_after_seconds=1.0)
-        is_refusal = call.answer(error)
-        call.close(cancel=True)
-        if is_refusal:
-            return
-        if call.is_prefill:
-            state.prefill_ended()
-        state.call_failed(call, error)
+        for each in (call, *_beside(state, call)):
+            error = Stalled(f"worker {call.worker_id} was given up: {reason}", retry_after_seconds=1.0)
+            is_refusal = each.answer(error)
+            each.close(cancel=True)
+            if is_refusal:
+                continue
+            if each.is_prefill:
+                state.prefill_ended()
+            state.call_failed(each, error)
 
     def _schedule(self) -> None:
         if self._timer is None:
@@ -82,3 +83,11 @@ class StallWatch:
         self._took = time.perf_counter() - began
         if self._calls:
             self._schedule()
+
+
+def _beside(state: RequestState, stalled: WorkerCall) -> list[WorkerCall]:
+    """Return the calls of the request's other choices at that worker that wait for the same: only one is watched."""
+    if stalled.is_prefill:
+        return []
+    calls = [choice.call for choice in state.choices if choice.call is not None and choice.call is not stalled]
+    return [each for each in calls if each.is_open and not each.has_output and each.incarnation == stalled.incarnation]

@@ -133,6 +133,21 @@ async def test_a_worker_that_never_answers_is_left_and_comes_back(behave: Behavi
         assert await until_reinstated(here, sick) <= 4
 
 
+async def test_all_choices_leave_a_worker_that_brings_no_token() -> None:
+    """Only the first one is watched: the others waited there until the request's deadline."""
+    clock, sick = Clock(), ScriptedWorker("a", behave=only_accept)
+    async with harness(sick, ScriptedWorker("b"), ScriptedWorker("c"), queue_seconds=10, clock=clock) as here:
+        stream = await here.dispatcher.submit(new_request(num_choices=3))
+        assert len(sick.submits) == 3
+        asked = asyncio.create_task(tokens_of(stream))
+        while not asked.done():
+            await asyncio.wait([asked], timeout=0.01)
+            clock.now += 0.05
+            assert clock.now < 30
+        assert await asked == [answer()] * 3
+        await sick.until(lambda worker: len(worker.cancels) == 3)
+
+
 async def test_a_worker_that_falls_silent_is_avoided_at_once_and_its_calls_move_when_peers_have_answered() -> None:
     clock, sick = Clock(), ScriptedWorker("a")
     async with harness(sick, ScriptedWorker("b"), ScriptedWorker("c"), clock=clock) as here:

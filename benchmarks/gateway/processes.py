@@ -99,6 +99,10 @@ class Child:
         """Return how often it has logged that event."""
         return self._log.read_text().count(f'"event": "{event}"')
 
+    def lines(self) -> list[str]:
+        """Return what it has logged so far."""
+        return self._log.read_text().splitlines()
+
     def check(self) -> None:
         """Raise RuntimeError if it has ended."""
         if self._process.poll() is not None:

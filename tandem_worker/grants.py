@@ -31,7 +31,7 @@ _MARGIN_SECONDS = 0.5
 _DUE_SECONDS = 5.0
 """A request that waits longer for a grant that it fits has a turn: until then, what is free is kept for it."""
 UNUSED_SECONDS = 0.25
-"""What a gateway that waits leaves unused for so long, of a worker that grants in order, counts as used."""
+"""A gateway that waits and leaves its grant unused for so long, of a worker that grants in order, has had a turn."""
 _STUCK_SECONDS = 2.0
 """A gateway where requests wait and that says nothing for so long is stopped or lost: others say that each second.
 Where requests pass each other, it has left a grant unused for so long, too."""
@@ -135,6 +135,8 @@ class _Gateway:
     """Since when its first request has had no grant that it fits; None: it has, or nothing waits."""
     unused_since: float | None = None
     """Since when it has had one, and has submitted nothing; None: it has none, or nothing waits."""
+    is_picky: bool = False
+    """It has left a turn unused, and sent nothing since: it gets room for its first request only."""
     is_stuck: bool = False
     """It is stopped or lost. Nothing waits there until it submits a request, or says what waits."""
 
@@ -250,7 +252,7 @@ class GrantDivider(Generic[_Key]):
         gateway.received.num_requests += num_requests
         gateway.mean_tokens += (num_tokens / num_requests - gateway.mean_tokens) * (0.1 if gateway.mean_tokens else 1.0)
         self._needs(key, gateway, now)
-        gateway.unused_since = None
+        gateway.unused_since, gateway.is_picky = None, False
         if num_tokens >= gateway.demand.first_tokens:  # else one that is larger may still have no grant that it fits
             gateway.unmet_since = None
 
@@ -353,7 +355,7 @@ class GrantDivider(Generic[_Key]):
                 gateway.rank = min(gateway.rank, num_given - len(shares))
                 _take(asked, room, share, left)
                 turns.took(asked.num_requests)
-                if share.num_requests >= gateway.demand.num_requests:
+                if gateway.is_picky or share.num_requests >= gateway.demand.num_requests:
                     turns.skip(key)
             elif room.in_order:
                 self._give_kept(room, shares, kept, now)
@@ -421,8 +423,9 @@ class GrantDivider(Generic[_Key]):
         if gateway.unused_since is None or now - gateway.unused_since < UNUSED_SECONDS:
             return
         gateway.unused_since = now
-        if any(each.unmet_since is not None for each in self._gateways.values()):
+        if any(each.lacks(each.outstanding()) for each in self._gateways.values() if each is not gateway):
             self._order.passes(key, max(1, gateway.demand.first_requests), now)
+            gateway.is_picky = True
 
     def _is_worth_sending(self, gateway: _Gateway, has: _Amount, gets: _Amount, now: float, must_lower: bool) -> bool:
         """Whether a gateway should hear of a new amount now, and not with the next renewal."""

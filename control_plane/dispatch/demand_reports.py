@@ -26,13 +26,18 @@ class _Model:
     sent: dict[pb.WorkerRole.ValueType, WaitingDemand] = field(default_factory=dict)
     """By role."""
     is_changed: bool = False
-    told_at: float = 0.0
+    told_at: dict[pb.WorkerRole.ValueType, float] = field(default_factory=dict)
+    """By role."""
     not_before: float = 0.0
     """By the loop's time: when they may be told again."""
     timer: asyncio.TimerHandle | None = None
 
     def sent_to(self, role: pb.WorkerRole.ValueType) -> WaitingDemand:
         return self.sent.get(role, _NOTHING)
+
+    def again_at(self, role: pb.WorkerRole.ValueType) -> float:
+        """Return when workers of a role hear of what waits again, though nothing has changed."""
+        return self.told_at.get(role, 0.0) + _AGAIN_SECONDS
 
 
 class Links(Protocol):
@@ -94,7 +99,6 @@ class DemandReports:
     def _report(self, model_id: str) -> None:
         model, now = self._models[model_id], asyncio.get_running_loop().time()
         model.timer = None
-        is_again = now - model.told_at >= _AGAIN_SECONDS
         if not model.is_changed and not any(demand.num_requests for demand in model.sent.values()):
             del self._models[model_id]
             return
@@ -103,14 +107,13 @@ class DemandReports:
         told = {
             role: demand
             for role, demand in demands.items()
-            if demand.differs(model.sent_to(role)) or (is_again and demand.num_requests)
+            if demand.differs(model.sent_to(role)) or (demand.num_requests and now >= model.again_at(role))
         }
         if told:
-            model.told_at = now
+            model.told_at.update(dict.fromkeys(told, now))
             model.not_before = now + max(_LEAST_SECONDS, _SECONDS_PER_WORKER * self._tell(model_id, told))
             model.sent.update(told)
-        waits = any(demand.num_requests for demand in model.sent.values())
-        again_at = model.told_at + _AGAIN_SECONDS if waits else 0.0
+        again_at = min((model.again_at(role) for role, sent in model.sent.items() if sent.num_requests), default=0.0)
         self._look(model_id, model, max(model.not_before, again_at))
 
     def _tell(self, model_id: str, demands: Mapping[pb.WorkerRole.ValueType, WaitingDemand]) -> int:

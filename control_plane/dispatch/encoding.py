@@ -119,10 +119,10 @@ class EncodingDispatch:
         self._unable: set[str] = set()
         """Incarnations that have refused or lost a part, and not answered, granted or reported since. Waiting parts do
         not look because of them: else parts that are refused at once would take turns without end."""
-        self._to_look: dict[str, dict[str, None]] = {}
-        """Models whose parts may look in the next turn of the loop; the ids of workers that may have room since."""
-        self._let_in: set[Waiter] = set()
-        """Parts that may look, and are charged for as if they were sent."""
+        self._to_look: set[str] = set()
+        """Models whose parts may look in the next turn of the loop."""
+        self._let_in: dict[Waiter, str] = {}
+        """Parts that may look, and are charged for as if they were sent; by the room of which worker."""
         self._tokens: Counter[str] = Counter()
         """Tokens that this gateway has sent to each incarnation, and that are not answered yet."""
 
@@ -204,7 +204,7 @@ class EncodingDispatch:
         model = part.request.model
         workers = [
             worker
-            for worker in self._workers.some(model.model_id)
+            for worker in self._workers.some(model.model_id, self._let_in.get(part.waiter, ""))
             if worker.identity.hex() == model.identity  # else its tokenizer may be another
             and worker.incarnation not in part.avoid
         ]
@@ -216,20 +216,19 @@ class EncodingDispatch:
 
         In the next turn of the loop, once for all that happens in this one: parts that may look now have been sent.
         """
-        ids = self._to_look.get(model_id)
-        if ids is None:
-            ids = self._to_look[model_id] = {}
+        self._workers.told(worker)
+        if model_id not in self._to_look:
+            self._to_look.add(model_id)
             asyncio.get_running_loop().call_soon(self._give_turns, model_id)
-        ids[worker.worker_id] = None
 
     def _give_turns(self, model_id: str) -> None:
-        found = self._workers.some(model_id, self._to_look.pop(model_id))
-        workers = [each for each in found if each.incarnation not in self._unable]
+        self._to_look.discard(model_id)
+        workers = [each for each in self._workers.some(model_id) if each.incarnation not in self._unable]
         calls, tokens = Counter[str](), Counter[str]()  # that get their turns now, by incarnation
-        is_granted = True
+        is_granted, worker_id = True, ""
 
         def has_room(waiter: Waiter) -> bool:
-            nonlocal is_granted
+            nonlocal is_granted, worker_id
             rooms = {
                 each: self._clients.has_room(
                     each, tokens[each.incarnation] + waiter.num_tokens, calls[each.incarnation] + 1
@@ -242,17 +241,17 @@ class EncodingDispatch:
             worker = min(having, key=lambda each: self._load_of(each) + tokens[each.incarnation])
             calls[worker.incarnation] += 1
             tokens[worker.incarnation] += waiter.num_tokens
-            is_granted = rooms[worker] is not None
+            is_granted, worker_id = rooms[worker] is not None, worker.worker_id
             return True
 
         while is_granted and (waiter := self.queue.reported(model_id, has_room, may_offer=False)) is not None:
             self.queue.let_in(waiter, waiter.cost_ms, is_last=True)
-            self._let_in.add(waiter)
+            self._let_in[waiter] = worker_id
 
     def _take_back(self, part: _Part) -> None:
         """A part was not sent although it had its turn."""
         if part.waiter in self._let_in:
-            self._let_in.discard(part.waiter)
+            del self._let_in[part.waiter]
             self.queue.take_back(part.waiter)
 
     def _load_of(self, worker: Worker) -> int:
@@ -306,7 +305,7 @@ class EncodingDispatch:
     async def _send(self, worker: Worker, part: _Part) -> bytes:
         self.queue.gone(part.waiter)
         if part.waiter in self._let_in:
-            self._let_in.discard(part.waiter)
+            del self._let_in[part.waiter]
         else:
             self.queue.let_in(part.waiter, part.waiter.cost_ms, is_last=True)
         seconds = part.seconds_left

@@ -112,8 +112,9 @@ class RoomKeeper:
         return route._replace(decodes=tuple(decodes)) if decodes else Lack.DECODE
 
     def is_out_of_turn(self, route: Route) -> bool:
-        """Whether a route's prefill worker grants, and has not granted this gateway room for the prompt."""
-        return route.prefill is not None and self._is_granted(route) is False
+        """Whether a route's prefill worker has work, grants, and has not granted this gateway room for the prompt."""
+        prefill = route.prefill
+        return prefill is not None and self._is_granted(route) is False and self._router.costs.num_queued(prefill) > 0
 
     def _is_granted(self, route: Route) -> bool | None:
         """Return whether the prefill worker of a route has granted room for its prompt; None: it grants nothing."""

@@ -72,7 +72,8 @@ class RouteFeedback:
         num_found = ledger.num_cached_tokens - cached.own
         host_id = call.link.worker.info.host_id
         self._costs.store_used(host_id, cached.host, num_found)
-        self._costs.remote_used(cached.remote_host, host_id, cached.remote, num_found - cached.host)
+        if num_found >= cached.host:  # else what is missing may be the worker's own, or its host's
+            self._costs.remote_used(cached.remote_host, host_id, cached.remote, num_found - cached.host)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // size

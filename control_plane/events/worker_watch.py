@@ -45,7 +45,9 @@ class WorkerWatch:
         else:
             self._device_errors.pop(worker.worker_id, None)
         if not is_here and said is not None:
-            kind = "worker_left" if worker.gone_for == "deregistered" else "worker_lost"  # a crash says no good-bye
+            kind = (
+                "worker_left" if worker.gone_for in ("deregistered", "moved") else "worker_lost"
+            )  # a crash says no good-bye
             self._record(kind, cause=worker.gone_for, **_about(worker))
         self._check_model(worker.info.card.model_id)
 

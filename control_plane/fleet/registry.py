@@ -60,7 +60,7 @@ class Worker:
     apart_for: str = ""
     """Why the worker gets no requests although it is ready: in which field its card differs from the model's."""
     gone_for: str = ""
-    """Of a worker that is registered no longer: replaced, deregistered or silent."""
+    """Of a worker that is registered no longer: replaced, moved, deregistered or silent."""
     number: int = 0
     """Of its last report; 0: its reports have none."""
     relayed_at: float = -math.inf

@@ -352,14 +352,38 @@ def test_a_gateway_that_says_nothing_any_more_is_not_waited_for_where_room_is_gr
     assert divider._gateways["stopped"].waits
 
 
-def test_what_is_left_unused_is_charged_for_only_while_another_lacks_it() -> None:
-    divider, room = divider_of("a", "b"), Room(10_000, 40, in_order=True)
-    for now in (0.0, 0.3, 0.6, 0.9):
-        divider.demanded("a", waits(2, x=2), now)
-        divider.demanded("b", waits(2, y=2), now)
+@pytest.mark.parametrize(("num_needed", "charged"), [(0, 0.0), (9, 1.0)])
+def test_what_is_left_unused_is_charged_for_as_one_turn_and_only_while_another_lacks_room(
+    num_needed: int, charged: float
+) -> None:
+    divider, room = divider_of("picky", "needy"), Room(500, 40, in_order=True)
+    divider.demanded("picky", waits(5, 100, x=5), 0.0)
+    divider.divide(room, 0.0)
+    divider.demanded("needy", waits(num_needed, 100, y=num_needed) if num_needed else Demand(), 0.1)
+    divider.divide(room, 0.1)
+    for now in (0.2, 0.3):
         divider.divide(room, now)
-    grants = divider.divide(room, 1.2)
-    assert {turn.lead for grant in grants.values() for turn in grant.turns} == {0.0}
+    work = divider._order._work_of(AccountDemand("x", num_requests=5))
+    assert divider._order._used[0].of("x") == pytest.approx(charged * work)
+
+
+def test_who_leaves_a_turn_unused_keeps_room_for_one_request_until_it_sends_one() -> None:
+    """Each turn that it does not use made the other account's lead smaller by one request, four times a second."""
+    divider, room = divider_of("picky", "needy"), Room(1000, 40, in_order=True)
+    num_used = 0
+    for tenth in range(100):
+        now = tenth / 10
+        divider.demanded("picky", waits(9, 100, x=9), now)
+        divider.demanded("needy", waits(9, 100, y=9), now)
+        divider.divide(room, now)
+        _, (num_tokens, num_requests) = divider.of("needy", now)
+        if num_requests and num_tokens >= 100:
+            num = min(num_requests, num_tokens // 100)
+            divider.submitted("needy", 100 * num, now, num)
+            for _ in range(num):
+                divider.let_in("needy", "y", 1.0, now)
+            num_used += num if now >= 5.0 else 0
+    assert num_used >= 50 * 8, "of ten in each tenth of a second"
 
 
 def test_gateways_where_nothing_happens_have_no_part_of_a_worker_that_grants_in_order() -> None:

@@ -208,7 +208,9 @@ class TandemPolicy:
             return
         cached, num_found = estimate.cached, job.num_cached - estimate.cached.own
         self.router.costs.store_used(reader.info.host_id, cached.host, num_found)
-        self.router.costs.remote_used(cached.remote_host, reader.info.host_id, cached.remote, num_found - cached.host)
+        if num_found >= cached.host:
+            num_fetched = num_found - cached.host
+            self.router.costs.remote_used(cached.remote_host, reader.info.host_id, cached.remote, num_fetched)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // GRAIN

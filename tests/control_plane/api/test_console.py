@@ -8,7 +8,9 @@ import re
 
 import pytest
 
+from control_plane.api.console import routes
 from control_plane.api.console.page_files import FOLDER, PageFile, PageFiles
+from control_plane.api.console.routes import page_text
 from tests.control_plane.api.gateway import serve
 
 FILES = PageFiles()
@@ -51,8 +53,10 @@ async def test_the_page_is_compressed_once_for_all_who_ask(monkeypatch: pytest.M
         made.append(content)
         return of(content, media_type)
 
+    page_text("", ())  # reads the files, once in a process
+    routes._page.cache_clear()
     monkeypatch.setattr(PageFile, "of", record)
-    async with serve(model_id="of this test") as gateway:
+    async with serve() as gateway:
         texts = {(await gateway.client.get("/")).text for _ in range(3)}
     assert len(texts) == len(made) == 1
 

@@ -374,6 +374,18 @@ async def test_a_part_asks_three_workers_and_then_waits() -> None:
     assert len(fleet.calls) == MAX_CANDIDATES + 1
 
 
+async def test_of_a_hundred_workers_the_only_one_that_has_room_answers() -> None:
+    fleet = Fleet(*(f"w-{number}" for number in range(100)))
+    for number in range(100):
+        fleet.grant(f"w-{number}", 0, 0)
+    waiting = [asyncio.create_task(fleet.values(inputs(5))) for _ in range(4)]
+    await until(lambda: len(fleet.dispatch.queue) == 4)
+    fleet.grant("w-77", 100)
+    assert [await each for each in waiting] == [expected(inputs(5))] * 4
+    assert await fleet.values(inputs(5), reject_if_busy=True) == expected(inputs(5))
+    assert {name for name, _ in fleet.calls} == {"w-77"}
+
+
 async def test_the_queue_has_a_bound() -> None:
     fleet = Fleet("a", max_waiting=2)
     fleet.behaviours["a"] = fail(Overloaded("full"))

@@ -82,6 +82,28 @@ class Turns:
             await asyncio.sleep(0)
 
 
+class FewPerTurn:
+    """Lets some tasks go on at once in each turn of the event loop, and each of the others in a turn of its own."""
+
+    def __init__(self, number: int) -> None:
+        self._number = self._left = number
+        self._is_counting = False
+        self._turns = Turns()
+
+    async def next(self) -> None:
+        """Return at once, or in a later turn if so many tasks have gone on in this one."""
+        if not self._left:
+            await self._turns.next()
+            return
+        self._left -= 1
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._turn_ended)
+
+    def _turn_ended(self) -> None:
+        self._left, self._is_counting = self._number, False
+
+
 class TaskSet:
     """The background tasks of one owner. Logs the exception of a task, since nobody may await the task."""
 

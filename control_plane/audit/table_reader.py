@@ -59,7 +59,12 @@ class TableReader:
         """Return the tables of services that answer in time, and the errors of the others by incarnation."""
         workers = [worker for worker in workers if worker.role != pb.WORKER_ROLE_ENCODE]  # which keep no table
         await self._close_all_but({worker.incarnation for worker in workers})
-        replies = await asyncio.gather(*(self._tables(worker) for worker in workers))
+        async with asyncio.TaskGroup() as group:
+            asking = []
+            for worker in workers:
+                await self._turns.next()  # a channel and its first call take half a millisecond; a fleet has hundreds
+                asking.append(group.create_task(self._tables(worker)))
+        replies = [task.result() for task in asking]
         answered = [
             AuditedService(worker, reply)
             for worker, reply in zip(workers, replies, strict=True)
@@ -74,7 +79,6 @@ class TableReader:
         await self._close_all_but(set())
 
     async def _tables(self, worker: Worker) -> TablesReply | str:
-        await self._turns.next()  # a channel and its first call take half a millisecond; a fleet has hundreds
         try:
             reply = await self._asked(worker)
             if reply.incarnation != worker.incarnation:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from tandem_runtime import metrics
-from tandem_runtime.tasks import TaskSet, Turns, supervised
+from tandem_runtime.tasks import FewPerTurn, TaskSet, Turns, supervised
 from tests.loop_turns import counted_turns
 
 
@@ -156,6 +156,24 @@ async def test_work_that_begins_together_is_spread_over_turns_of_the_loop_in_ord
         await asyncio.gather(*(work(number) for number in range(100)))
     assert [number for number, _ in worked] == list(range(100))
     assert len({turn for _, turn in worked}) == 100
+
+
+async def test_a_few_tasks_go_on_at_once_and_of_a_crowd_one_in_each_turn_beside_them() -> None:
+    few, worked = FewPerTurn(8), list[int]()
+
+    async def work() -> None:
+        await few.next()
+        worked.append(counted.now)
+
+    with counted_turns() as counted:
+        for _ in range(8):
+            await work()
+        assert len({*worked}) == 1, "nobody waited"
+        await asyncio.sleep(0)
+        worked.clear()
+        await asyncio.gather(*(work() for _ in range(100)))
+    numbers = [worked.count(turn) for turn in {*worked}]
+    assert sum(numbers) == 100 and max(numbers) <= 9
 
 
 async def test_one_that_leaves_before_its_turn_keeps_nobody_waiting() -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from tandem.v1.kv_transfer_pb2 import OwnerEvent
 from tandem_engine.messages import ReleaseHeld, ReleaseSlabs
-from tandem_runtime.errors import TandemError, Unavailable
+from tandem_runtime.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet, supervised
@@ -137,7 +137,7 @@ class PinnedBlocks:
                 with lost_is_unavailable():
                     await client.abort(handle, error, request.seconds_left)
                 return
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):  # the service is gone, or stopped for longer than a call may take
                 await asyncio.sleep(_RETRY_SECONDS)
             except TandemError as refusal:
                 log.info("kv_abort_refused", request_id=handle.request_id, error=refusal.message)

@@ -18,8 +18,9 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import ReleaseHeld, ReleaseSlabs, Reserved, SealedBlocks
-from tandem_runtime.errors import Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
+from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, TandemError, Unsupported
 from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL, KvClient
+from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.server import GrpcServer
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.model_card import kv_layout
@@ -203,6 +204,33 @@ async def test_an_abort_that_cannot_be_delivered_now_is_delivered_later(tmp_path
         await here.link.wait_lent()
         with pytest.raises(TandemError, match="no KV service"):
             await watch(reader, handle)
+
+
+async def test_an_abort_at_a_service_that_is_stopped_is_delivered_once_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call's own deadline was taken for a refusal: the reader waited until the request's."""
+    monkeypatch.setattr("prefill_svc.pinned_blocks._RETRY_SECONDS", 0.01)
+    abort, num_calls = KvClient.abort, 0
+
+    async def stopped_at_first(self: KvClient, *arguments: Any) -> HandleState:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise DeadlineExceeded("DEADLINE_EXCEEDED: Deadline Exceeded")
+        return await abort(self, *arguments)
+
+    monkeypatch.setattr(KvClient, "abort", stopped_at_first)
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
+        handle = here.handle()
+        watching = asyncio.create_task(watch(reader, handle))
+        request = here.begin(handle)
+        await until(lambda: here.host.store.num_live == 1)
+        here.connector._pinned.abort(request, InternalError("it could not seal"))
+        with pytest.raises(TandemError, match="it could not seal"):
+            await asyncio.wait_for(watching, 10)
+        assert num_calls == 3
+        here.connector.on_end(request, None)
 
 
 async def test_a_reader_is_told_at_once_that_the_writer_has_hung_up(tmp_path: Path) -> None:

@@ -139,8 +139,12 @@ async def test_a_worker_of_an_earlier_release_is_asked_for_grants_once_and_gets_
     async with worker_and_gateways(1, interceptors=[earlier]) as (_, (gateway,)):
         clients = gateway.ask("a", MAX_CALLS, [10])
         await until(lambda: clients.num_answers > 500)
+        # gRPC may end the stream with "Internal error from Core", if the answer overtakes what is being written: the
+        # gateway asks again then, and is told.
+        num_asked = earlier.num_asked
+        await until(lambda: clients.num_answers > 2_000)
         assert gateway.clients.has_room(gateway.worker, 1 << 30) is None, "by its load, as before"
-        assert earlier.num_asked == 1 and not gateway.clients.uses_grants(gateway.worker)
+        assert earlier.num_asked == num_asked <= 2 and not gateway.clients.uses_grants(gateway.worker)
 
 
 async def test_a_gateway_of_an_earlier_release_is_served_and_what_it_sends_leaves_less_room() -> None:

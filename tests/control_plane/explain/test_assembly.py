@@ -97,7 +97,7 @@ def durations(explanation: Explanation) -> dict[str, float]:
 def test_a_workers_clock_changes_no_sum_and_none_of_its_own_durations(skew: float) -> None:
     journal = opened(Requests())
     journal.history.routed(0, Route())
-    now = time.perf_counter()
+    now = journal.history.laps.laps[-1].ended_at
     unix = journal.timeline.started_unix + now - journal.timeline.started
     call = Call("prefill-0", True, now, ledger=ledger(unix + 0.003, 0.010, 0.020, skew=skew))
     journal.history.called(call)

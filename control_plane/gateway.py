@@ -136,7 +136,7 @@ class Gateway:
         router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         grants = self.dispatcher.rooms.num_granted, self._encoder_clients.num_granted
-        admission_counts.export((self.dispatcher.queue.counts, self._encoders.queue.counts), *grants)
+        admission_counts.export((self.dispatcher.queue, self._encoders.queue), *grants)
         self._probe: WorkerProbe | None = None
         self.http_address = ""
         self.grpc_address = ""

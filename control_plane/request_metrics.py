@@ -72,6 +72,9 @@ class RequestMetrics:
             meter, "tandem.hand_over.size", "By", "KV bytes moved from prefill to decode.", "model", "transport"
         )
         self._decisions = Tally(meter, "tandem.route.decisions", "{request}", "Routes taken.", "model", "mode")
+        self._candidates = Tally(
+            meter, "tandem.route.candidates", "{worker}", "Workers that were compared for a route.", "model", "role"
+        )
         self._predicted = Tally(meter, "tandem.route.predicted_ttft", "s", "Sum of predicted times.", "model")
         self._actual = Tally(meter, "tandem.route.actual_ttft", "s", "Sum of actual times.", "model")
         self._prompt_tokens = Tally(meter, "tandem.cache.prompt_tokens", "{token}", "Prompt tokens.", "model")
@@ -159,6 +162,8 @@ class RequestMetrics:
         if not route.decode:
             return
         self._decisions.add(1, model, route.mode)
+        for candidate in route.candidates:
+            self._candidates.add(1, model, candidate.role)
         cached = route.chosen_cached_tokens
         expected = cached.own + cached.host + cached.remote
         self._expected_tokens.add(expected, model)

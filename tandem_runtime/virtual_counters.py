@@ -55,6 +55,17 @@ class VirtualCounters:
         """Return the least counter of the accounts that wait; where the last one was let in, if none does."""
         return min(map(self.of, self._num_waiting), default=self._floor_ms)
 
+    @property
+    def num_waiting(self) -> int:
+        """Return of how many accounts requests wait. May be called in any thread, as `spread_ms`."""
+        return len(self._num_waiting)
+
+    @property
+    def spread_ms(self) -> float:
+        """Return by how much the counters of the accounts that wait differ at most."""
+        used = [self.of(account) for account in list(self._num_waiting)]
+        return max(used) - min(used) if used else 0.0
+
     def leave(self, account: str) -> None:
         """A request waits no more: it was let in, or its caller has left."""
         self._num_waiting[account] -= 1

@@ -1,4 +1,4 @@
-"""Counts what waits for room and what is refused, by model and class, and exports the counts.
+"""Counts what waits for room and what is refused, by model and class; exports that, counters and grants.
 
 Labels are bounded: models are ids of served models, classes and causes are names below.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from control_plane.admission.service_classes import ServiceClass
 from tandem_runtime import metrics
+from tandem_runtime.virtual_counters import VirtualCounters
 
 Cause = Literal["late", "max_waiting", "max_waiting_per_account", "batch", "waited"]
 """late: the predicted wait was beyond the budget. waited: no room came in time. The others are bounds of the room."""
@@ -54,23 +55,55 @@ class AdmissionCounts:
             yield Observation(num, {"model": model_id, "cause": cause})
 
 
-def export(counts: Sequence[AdmissionCounts], *num_granted: Callable[[], Mapping[str, int]]) -> None:
-    """`counts`: of different models. `num_granted` return how many requests may be sent by grants, by model; they are
-    called in any thread.
-    """
-    meter = metrics.meter()
+class Queue(Protocol):
+    """Where requests wait."""
 
-    def granted(options: CallbackOptions) -> Iterable[Observation]:
-        sums: Counter[str] = Counter()
-        for granted_by_model in num_granted:
-            sums.update(granted_by_model())
-        return [Observation(num, {"model": model_id}) for model_id, num in sums.items()]
+    counts: AdmissionCounts
+
+    def counters(self) -> Iterable[tuple[str, int, VirtualCounters]]:
+        """Return model, class and counters. Called in any thread."""
+
+
+Granted = Mapping[tuple[str, str], int]
+"""Requests that may be sent by the grants of workers, by model and role."""
+
+
+def export(queues: Sequence[Queue], *num_granted: Callable[[], Granted]) -> None:
+    """`queues`: of different models. `num_granted` are called in any thread."""
+    meter = metrics.meter()
+    counts = [queue.counts for queue in queues]
+
+    def granted(options: CallbackOptions) -> Iterator[Observation]:
+        for granted_by_role in num_granted:
+            for (model_id, role), num in granted_by_role().items():
+                yield Observation(num, {"model": model_id, "role": role})
+
+    def of_counters(value: Callable[[VirtualCounters], float]) -> Callable[[CallbackOptions], Iterator[Observation]]:
+        def observed(options: CallbackOptions) -> Iterator[Observation]:
+            for queue in queues:
+                for model_id, service_class, counters in queue.counters():
+                    labels = {"model": model_id, "class": ServiceClass(service_class).name.lower()}
+                    yield Observation(value(counters), labels)
+
+        return observed
 
     meter.create_observable_gauge(
         "tandem.admission.granted",
         [granted],
         "{request}",
-        "Requests that the last grants of the decode and encode workers leave this gateway.",
+        "Requests that the last grants of the workers leave this gateway, by role.",
+    )
+    meter.create_observable_gauge(
+        "tandem.admission.accounts",
+        [of_counters(lambda counters: counters.num_waiting)],
+        "{account}",
+        "Accounts whose requests wait for room, by class.",
+    )
+    meter.create_observable_gauge(
+        "tandem.admission.counter_spread",
+        [of_counters(lambda counters: counters.spread_ms / 1000)],
+        "s",
+        "Device time by which the virtual counters of the accounts that wait differ at most, by class.",
     )
     meter.create_observable_gauge(
         "tandem.admission.waiting",

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.elsewhere import AccountTurn, LetIn
@@ -32,6 +32,7 @@ from control_plane.dispatch.admission_counts import AdmissionCounts
 from control_plane.explain.history import Standing
 from control_plane.generation import EncodingRequest, TokenRequest
 from tandem_runtime.errors import Overloaded, TandemError
+from tandem_runtime.virtual_counters import VirtualCounters
 
 _OFFER_SECONDS = 0.5
 """The next request looks for room at a worker's report that shows none only if it last looked so long ago."""
@@ -103,6 +104,12 @@ class AdmissionQueue:
     def num_by_model(self) -> Mapping[str, int]:
         """Return how many requests wait for each model for which any does."""
         return {model_id: len(room) for model_id, room in self._rooms.items() if len(room)}
+
+    def counters(self) -> Iterator[tuple[str, int, VirtualCounters]]:
+        """Yield model, class and accounts' counters. May be called in any thread."""
+        for model_id, room in list(self._rooms.items()):
+            for service_class, counters in list(room.counters.items()):
+                yield model_id, service_class, counters
 
     def deadline(self, request: TokenRequest | EncodingRequest) -> float:
         """Return until when (`time.monotonic`) a request that begins to wait now may wait."""

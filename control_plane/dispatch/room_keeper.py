@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from control_plane.admission.budgets import BudgetTable
@@ -23,7 +24,7 @@ _LONGEST_QUEUE_MS = 1000.0
 """Predicted time of this gateway's prompts that may wait at one worker: what waits here is in a fair order."""
 _SHORT_QUEUE_TOKENS = 4096
 """So many tokens may wait in any case: some chunks, so that a worker's steps are full."""
-_ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
+_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
 
 
 class RoomKeeper:
@@ -47,8 +48,8 @@ class RoomKeeper:
         self._links = links
         self.rooms = WorkerRooms(links.attachment, time.monotonic)
         self._reports = DemandReports(registry, links, queue) if reports_waiting else None
-        self._models: dict[str, str] = {}
-        """Model ids of decode workers, by incarnation."""
+        self._kinds: dict[str, tuple[str, str]] = {}
+        """Model id and role of each worker, by incarnation."""
         self._decode_grants: set[str] = set()
         """Models whose decode workers grant: they hear of all that waits, prefill workers of a part."""
         for worker in registry.workers():
@@ -62,14 +63,14 @@ class RoomKeeper:
         if self._reports is not None:
             self._reports.close()
 
-    def num_granted(self) -> dict[str, int]:
-        """Return how many requests may be sent by the grants of each model's workers. May be called in any thread."""
-        granted: dict[str, int] = {}
-        for incarnation, model_id in list(self._models.items()):
+    def num_granted(self) -> Counter[tuple[str, str]]:
+        """Return how many requests may be sent by the grants of workers, by model and role; called in any thread."""
+        granted: Counter[tuple[str, str]] = Counter()
+        for incarnation, kind in list(self._kinds.items()):
             attachment = self._links.attachment(incarnation)
             left = attachment.left() if attachment is not None else None
             if left is not None:
-                granted[model_id] = granted.get(model_id, 0) + left.num_requests
+                granted[kind] += left.num_requests
         return granted
 
     def sent(self, worker: Worker, num_tokens: int) -> SentCall:
@@ -135,13 +136,13 @@ class RoomKeeper:
     def _take(self, worker: Worker) -> None:
         if worker.role in _ROLES:
             self.rooms.reported(worker.incarnation, report_of(worker))
-        if worker.role == pb.WORKER_ROLE_DECODE and worker.info.card.model_id:
-            self._models[worker.incarnation] = worker.info.card.model_id
+            if worker.info.card.model_id:
+                self._kinds[worker.incarnation] = worker.info.card.model_id, _ROLES[worker.role]
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self.rooms.forget(worker.incarnation)
-            self._models.pop(worker.incarnation, None)
+            self._kinds.pop(worker.incarnation, None)
             self._queue.worker_gone(worker.info.card.model_id, worker.incarnation)
             return
         self._take(worker)

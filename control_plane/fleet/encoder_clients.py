@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from control_plane.fleet.encoder_link import EncoderLink
@@ -67,13 +68,13 @@ class EncoderClients:
         link.report_waiting(waiting)
         return True
 
-    def num_granted(self) -> dict[str, int]:
-        """Return how many calls may be sent by the grants of each model's workers. May be called in any thread."""
-        granted: dict[str, int] = {}
+    def num_granted(self) -> Counter[tuple[str, str]]:
+        """Return how many calls may be sent by the grants of workers, by model and role; called in any thread."""
+        granted: Counter[tuple[str, str]] = Counter()
         for link in list(self._links.values()):
             left, model_id = link.attachment.left(), link.worker.info.card.model_id
             if left is not None:
-                granted[model_id] = granted.get(model_id, 0) + left.num_requests
+                granted[model_id, "encode"] += left.num_requests
         return granted
 
     async def close(self) -> None:

@@ -54,6 +54,7 @@ ROUTE = RouteExplanation(
     {"prefill": 100.0, "hand_over": 130.0},
     (
         Candidate("prefill", "prefill-1", 130, 0, 0, 100, 30, CachedTokens(32, 16, 8), is_chosen=True),
+        Candidate("prefill", "prefill-2", 140, 10, 0, 100, 30),
         Candidate("decode", "decode-1", 400, 0, 0, 400, cached_tokens=CachedTokens(1, 1, 1), is_chosen=True),
     ),
 )
@@ -110,6 +111,8 @@ def test_a_finished_request_is_in_every_metric_with_the_numbers_of_its_explanati
         labels["type"]: value for labels, value in found.series("tandem_tokens_total") if labels["model"] == MODEL
     } == {"input": 40, "cached_input": 60, "output": 13}
     assert found.value("tandem_route_decisions_total", mode="handed_over", **model) == 1
+    compared = {labels["role"]: value for labels, value in found.series("tandem_route_candidates_total")}
+    assert compared == {"prefill": 2, "decode": 1}
     assert found.value("tandem_route_predicted_ttft_seconds_total", **model) == pytest.approx(0.1)
     assert found.value("tandem_route_actual_ttft_seconds_total", **model) == pytest.approx(0.15)
     assert found.value("tandem_route_ttft_ratio_sum", **model) == pytest.approx(1.5)

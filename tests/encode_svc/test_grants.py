@@ -40,7 +40,7 @@ def room(worker: OneWorker) -> Amount:
 
 
 def granted(gateway: Gateway) -> int:
-    return gateway.clients.num_granted().get(CARD.model_id, 0)
+    return gateway.clients.num_granted()[CARD.model_id, "encode"]
 
 
 async def test_gateways_send_what_fits_and_each_account_gets_its_half_whatever_its_inputs_are() -> None:

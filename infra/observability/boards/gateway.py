@@ -42,6 +42,11 @@ def _loops() -> RowSpec:
     )
 
 
+def _per_route(role: str) -> str:
+    candidates = rate("tandem_route_candidates_total", f'{MODEL}, role="{role}"', "model")
+    return f"{candidates} / {rate('tandem_route_decisions_total', MODEL, 'model')}"
+
+
 def _routes() -> RowSpec:
     return RowSpec(
         "Routes",
@@ -51,6 +56,13 @@ def _routes() -> RowSpec:
                 "How many prompts are handed over, and how many does decode read itself?",
                 "reqps",
                 (rate("tandem_route_decisions_total", MODEL, "model, mode"), "{{model}} {{mode}}"),
+            ),
+            graph(
+                "Candidates",
+                "How many workers of each role does the router compare for a route?",
+                "short",
+                (_per_route("prefill"), "prefill {{model}}"),
+                (_per_route("decode"), "decode {{model}}"),
             ),
             graph(
                 "Predicted and actual TTFT",

@@ -182,7 +182,19 @@ def _errors() -> RowSpec:
                 "Granted",
                 "How many requests may the gateways still send, by the workers' grants?",
                 "short",
-                (f"sum by (model) (tandem_admission_granted{{{MODEL}}})", "{{model}}"),
+                (f"sum by (model, role) (tandem_admission_granted{{{MODEL}}})", "{{model}} {{role}}"),
+            ),
+            graph(
+                "Accounts that wait",
+                "How many accounts share what is left, at each gateway?",
+                "short",
+                (f"sum by (model, class) (tandem_admission_accounts{{{MODEL}}})", "{{model}} {{class}}"),
+            ),
+            graph(
+                "Counters apart",
+                "How much device time lies between the accounts that wait?",
+                "s",
+                (f"max by (model, class) (tandem_admission_counter_spread_seconds{{{MODEL}}})", "{{model}} {{class}}"),
             ),
             graph(
                 "Predicted wait",

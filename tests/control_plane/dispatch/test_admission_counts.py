@@ -8,11 +8,14 @@ import pytest
 from opentelemetry.metrics import CallbackOptions
 
 from control_plane.admission.model_admission import Waiter
+from control_plane.dispatch import admission_counts
 from control_plane.dispatch.admission_queue import AdmissionQueue
+from tandem_runtime import metrics
 from tandem_runtime.errors import Overloaded
 from tests.control_plane.dispatch.test_admission_queue import begin, end
 from tests.control_plane.harness import FULL, harness, new_request
 from tests.control_plane.scripted_worker import MODEL, ScriptedWorker, refuse_with
+from tests.scrape import Scrape
 from tests.tandem_worker.kv_harness import until
 
 OPTIONS = CallbackOptions()
@@ -46,6 +49,29 @@ async def test_the_predicted_wait_is_that_of_the_last_request_that_began_to_wait
     assert predicted.value == pytest.approx(2.0, rel=0.2), "750 and half of 500 ms at 500 ms of devices a second"
     await end(second)
     assert [each.value for each in queue.counts.predicted(OPTIONS)] == [0.0]
+
+
+async def test_accounts_that_wait_and_how_far_their_counters_are_apart_are_exported_by_class() -> None:
+    metrics.configure("tandem-test", None)
+    try:
+        queue = AdmissionQueue(8, 60.0)
+        admission_counts.export([queue], lambda: {("m", "decode"): 3, ("m", "prefill"): 2})
+        ahead, behind = Waiter("m", "a", cost_ms=10.0), Waiter("m", "b")
+        waiting = [await begin(queue, "m", "a"), await begin(queue, "m", "b"), await begin(queue, "m", "b")]
+        queue.room("m").let_in(ahead, 2_500.0, 0.0)
+        queue.room("m").let_in(behind, 1_000.0, 0.0)
+        found = Scrape(metrics.exposition())
+        labels = {"model": "m", "class": "default"}
+        assert found.value("tandem_admission_accounts", **labels) == 2
+        assert found.value("tandem_admission_counter_spread_seconds", **labels) == pytest.approx(1.5)
+        granted = {labels["role"]: value for labels, value in found.series("tandem_admission_granted")}
+        assert granted == {"decode": 3, "prefill": 2}
+        await end(*waiting)
+        found = Scrape(metrics.exposition())
+        assert found.value("tandem_admission_accounts", **labels) == 0
+        assert found.value("tandem_admission_counter_spread_seconds", **labels) == 0
+    finally:
+        metrics.shutdown()
 
 
 async def test_an_explanation_has_how_the_request_stood() -> None:

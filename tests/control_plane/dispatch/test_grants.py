@@ -57,7 +57,7 @@ async def test_no_more_is_sent_than_was_granted_and_the_rest_as_soon_as_more_is(
         await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 3)
         await worker.until(lambda worker: len(worker.submits) == 2)
         assert [submit.grant_tokens for submit in worker.submits] == [len(PROMPT)] * 2
-        assert here.dispatcher.rooms.num_granted() == {MODEL: 0}
+        assert here.dispatcher.rooms.num_granted() == {(MODEL, "decode"): 0}
         stream.grant(pb.Grant(number=2, num_tokens=10_000, num_requests=4, valid_ms=LIVE_MS))
         await worker.until(lambda worker: len(worker.submits) == 4)
         assert here.dispatcher.queue.num_waiting(MODEL) == 1
@@ -107,7 +107,7 @@ async def test_an_explanation_has_what_the_grant_left_before_the_request() -> No
         (call,) = stream.state.history.calls
         assert call.grant is not None
         assert (call.grant.number, call.grant.num_requests, call.grant.num_tokens) == (1, 3, 10_000)
-        assert here.dispatcher.rooms.num_granted() == {MODEL: 2}
+        assert here.dispatcher.rooms.num_granted() == {(MODEL, "decode"): 2}
 
 
 async def test_a_worker_hears_that_a_lower_grant_has_come() -> None:

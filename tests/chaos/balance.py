@@ -59,13 +59,15 @@ async def _all(fleet: Fleet, second: HttpGateway, books: LedgerBooks) -> list[st
 
 
 def _of_first(gateway: Gateway) -> Iterator[str]:
-    dispatcher = gateway.dispatcher
-    if dispatcher.num_requests:
-        yield f"{dispatcher.num_requests} requests run"
-    for model_id, line in dispatcher.queue._rooms.items():
+    dispatcher, encoders = gateway.dispatcher, gateway._encoders
+    if dispatcher.num_requests or encoders.num_requests:
+        yield f"{dispatcher.num_requests} requests run, {encoders.num_requests} at encode workers"
+    for model_id, line in [*dispatcher.queue._rooms.items(), *encoders.queue._rooms.items()]:
         waiting = [account for each in line.counters.values() for account in each._num_waiting]
         if len(line) or line._looking or waiting:
             yield f"{model_id}: {len(line)} wait, {len(line._looking)} look, {waiting} count as waiting"
+    if encoders._tokens or encoders._let_in:
+        yield f"sent to encode workers: {encoders._tokens}; let in and not sent: {len(encoders._let_in)}"
     for worker in gateway.registry.workers():
         room = dispatcher.rooms.rooms.get(worker.incarnation)
         if room is not None and (room.pending or room.num_requests or room.num_tokens):

@@ -11,14 +11,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
 from tests.chaos.http_gateway import HttpGateway
 from tests.chaos.questions import MODEL_ID, Question
 
-_PATH = "/v1/completions"
 _PATIENCE_SECONDS = 120.0
 """So long a client comes back that was refused, or whose gateway was killed."""
 _RECONNECT_SECONDS = 0.1
@@ -33,6 +32,13 @@ class HttpQuestion:
     finish_reasons: tuple[str, ...]
     num_completion_tokens: int
     num_prompt_tokens: int
+    path: ClassVar[str] = "/v1/completions"
+
+    def difference(self, answer: Mapping[str, Any]) -> str:
+        """Return how an answer that was not streamed differs from the undisturbed one."""
+        taken = _Answer(self)
+        taken.take_whole(answer)
+        return taken.difference()
 
 
 @dataclass
@@ -150,14 +156,13 @@ async def _ask(gateway: HttpGateway, record: HttpStreamRecord) -> float | None:
     body = _streaming(record.question.body) if record.is_streamed else record.question.body
     with gateway.calling(life) as call:
         try:
-            async with gateway.http.stream("POST", _PATH, json=body) as response:
+            async with gateway.http.stream("POST", record.question.path, json=body) as response:
                 record.request_id = response.headers.get("x-request-id", "")
                 answer.has_head = response.status_code == 200
                 if response.status_code != 200:
                     return _refused(gateway, life, record, answer, response, (await response.aread()).decode())
                 if not record.is_streamed:
-                    answer.take_whole(json.loads(await response.aread()))
-                    record.failure = answer.difference()
+                    record.failure = record.question.difference(json.loads(await response.aread()))
                     return None
                 async for line in response.aiter_lines():
                     if _is_over(line, answer, record):
@@ -240,7 +245,7 @@ def _body(question: Question) -> dict[str, Any]:
 
 
 async def _whole(http: httpx.AsyncClient, body: dict[str, Any]) -> HttpQuestion:
-    response = await http.post(_PATH, json=body)
+    response = await http.post(HttpQuestion.path, json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))

@@ -87,7 +87,8 @@ class LedgerBooks:
         """Return what is wrong with the row of an answer that is whole, or that its client left."""
         if row is None:
             return "no row"
-        if row.gateway not in living and row.num_completion_tokens == 0:
+        is_finished = (row.status, row.error) == ("finished", "")  # vectors have no tokens
+        if row.gateway not in living and row.num_completion_tokens == 0 and not is_finished:
             self.num_free += 1
             return ""
         if row.closed_ms is None:

@@ -18,6 +18,8 @@ class Options:
     num_clients: int = 18
     num_second_clients: int = 4
     """Clients of the second gateway, over HTTP."""
+    num_embedding_clients: int = 2
+    """Clients of the encode workers, over HTTP at both gateways."""
     max_think_seconds: float = 1.0
     """The longest pause of a client before its next request."""
     burst_size: int = 200
@@ -63,6 +65,7 @@ def short(seed: int) -> Options:
         num_questions=24,
         num_clients=16,
         num_second_clients=3,
+        num_embedding_clients=1,
         num_gateway_kinds=2,  # a gateway takes seconds to start again
         max_waiting=512,
         burst_size=0,  # on a busy machine its clients, in the process of a gateway, hold up heartbeats

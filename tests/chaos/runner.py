@@ -22,6 +22,7 @@ from tests.chaos.balance import differences
 from tests.chaos.bursts import Bursts
 from tests.chaos.client import ask, new_record, rarest_stage
 from tests.chaos.co_runners import CoRunners
+from tests.chaos.embeddings import EmbeddingQuestion, make_embedding_questions, make_encoder
 from tests.chaos.fault_schedule import Fault, FaultSchedule
 from tests.chaos.gateway_faults import GatewayFaults
 from tests.chaos.http_client import HttpQuestion, HttpStreamRecord, make_http_questions, send_over_http
@@ -42,7 +43,7 @@ from tests.ports import free_ports
 from tests.system.fleet import Fleet, Service, until
 
 _HOSTS = ("a", "b")
-_SERVICES = tuple(f"{role}-{host}" for host in _HOSTS for role in ("kv", "prefill", "decode"))
+_SERVICES = tuple(f"{role}-{host}" for host in _HOSTS for role in ("kv", "prefill", "decode", "encode"))
 _ROOT = Path(__file__).parents[2]
 _HTTP_SHARE = 0.15
 _STALL_SECONDS = 0.2
@@ -61,6 +62,7 @@ class Run:
     gateway_faults: GatewayFaults
     _questions: list[Question]
     _http_questions: list[HttpQuestion]
+    _embedding_questions: list[EmbeddingQuestion]
     rotations: Rotations | None = None
 
     def __init__(self, options: Options, folder: Path) -> None:
@@ -153,6 +155,7 @@ class Run:
         await self.fleet.proven()
         sent_over_http = self._questions[: max(4, len(self._questions) // 4)]
         self._http_questions = await make_http_questions(first.http, sent_over_http, self._rng("http questions"))
+        self._embedding_questions = await make_embedding_questions(first.http, self._rng("embedding questions"))
         await second.ready()
         for service in self.fleet.services.values():
             priorities.raise_priority(psutil.Process(service.process.pid))
@@ -161,11 +164,10 @@ class Run:
     def _start(self, worker_id: str) -> Service:
         """Start a service, or its next life."""
         if not self._lives:
-            self._checkpoint = make_checkpoint(self.folder)
+            self._checkpoint, self._encoder = make_checkpoint(self.folder), make_encoder(self.folder)
         role, _, host = worker_id.partition("-")
         self._lives[worker_id] += 1
-        lease = ("--lease-seconds", str(self.options.lease_seconds))
-        flags = ("--host-id", f"host-{host}", *lease, *self._flags(role, host))
+        flags = ("--host-id", f"host-{host}", *self._flags(role, host))
         env = self._environment(worker_id)
         return self.fleet.start(role, worker_id, *flags, env=env, launcher=("tests.chaos.launch",))
 
@@ -181,14 +183,18 @@ class Run:
         }
 
     def _flags(self, role: str, host: str) -> Sequence[str]:
+        lease = ("--lease-seconds", str(self.options.lease_seconds))
         if role == "kv":
             disk = ("--disk-bytes", str(32 << 20), "--disk-dir", str(self.surroundings.kept / f"disk-{host}"))
-            return "--arena-bytes", str(16 << 20), "--store-bytes", str(4 << 20), *disk
+            return *lease, "--arena-bytes", str(16 << 20), "--store-bytes", str(4 << 20), *disk
+        watch = ("--engine-timeout-seconds", str(self.options.suspect_seconds))
+        if role == "encode":
+            return "--model", str(self._encoder), "--num-threads", "1", *watch
         model = ("--model", str(self._checkpoint), "--num-threads", "1", "--dtype", "float32")
         chunks = "96" if role == "prefill" else "128"
-        watch = ("--engine-timeout-seconds", str(self.options.suspect_seconds))
         staging = ("--kv-staging", "always", "--kv-staging-bytes", str(_STAGING_BYTES)) if host == "a" else ()
         return (
+            *lease,
             *model,
             *watch,
             *staging,
@@ -205,6 +211,7 @@ class Run:
         runs_of_clients = [
             *(self._client(number) for number in range(options.num_clients)),
             *(self._client_of_second(number) for number in range(options.num_second_clients)),
+            *(self._client_of_encoders(number) for number in range(options.num_embedding_clients)),
         ]
         clients = [asyncio.create_task(run) for run in runs_of_clients]
         runs = [part.run(self._is_done) for part in (self.faults, self.gateway_faults, self.bursts)]
@@ -245,6 +252,15 @@ class Run:
         while not self._is_done():
             await asyncio.sleep(rng.random() * self.options.max_think_seconds)
             await self._send_over_http(self.gateways[::-1], rng)
+
+    async def _client_of_encoders(self, client: int) -> None:
+        """Ask for vectors at both gateways in turn."""
+        rng = self._rng(f"client of encoders {client}")
+        while not self._is_done():
+            await asyncio.sleep(rng.random() * self.options.max_think_seconds)
+            record = HttpStreamRecord(rng.choice(self._embedding_questions), is_streamed=False)
+            await send_over_http(self.gateways[:: rng.choice((1, -1))], record)
+            self.http_records.append(record)
 
     async def _send_in_burst(self, rng: random.Random, number: int) -> HttpStreamRecord:
         """Ask one of the shortest questions: a burst is about how many there are, and ends sooner."""

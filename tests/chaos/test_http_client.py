@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
+from tests.chaos.embeddings import EmbeddingQuestion
 from tests.chaos.http_client import HttpQuestion, HttpStreamRecord, send_over_http
 from tests.chaos.http_gateway import Conditions, HttpGateway
 
@@ -69,6 +70,21 @@ async def test_an_answer_that_is_not_streamed_is_compared_too() -> None:
         http = gateway(httpx.Response(200, json={"choices": [choice], "usage": USAGE}))[0]
         await send_over_http([http], record)
         assert (record.failure == "") is is_right
+
+
+async def test_vectors_are_compared_bit_by_bit_with_those_of_each_text_alone() -> None:
+    question = EmbeddingQuestion({}, (), (), 0, 7, ("AAAA", "AAAB"))
+    for vectors, num_tokens, failure in (
+        (["AAAA", "AAAB"], 7, ""),
+        (["AAAB", "AAAA"], 7, "vectors [0, 1] differ"),
+        (["AAAA"], 7, "1 vectors for 2 texts"),
+        (["AAAA", "AAAB"], 8, "8 tokens, not 7"),
+    ):
+        data = [{"index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+        record = HttpStreamRecord(question, is_streamed=False)
+        answer = httpx.Response(200, json={"data": data, "usage": {"prompt_tokens": num_tokens}})
+        await send_over_http([gateway(answer)[0]], record)
+        assert record.failure.startswith(failure) and bool(record.failure) is bool(failure)
 
 
 async def test_a_stream_that_ends_early_without_an_error_is_a_failure_wherever_it_ends() -> None:

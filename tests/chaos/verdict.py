@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from control_plane.audit.auditor import AuditReport
 from tests.chaos.co_runners import MAX_CORES
+from tests.chaos.embeddings import EmbeddingQuestion
 from tests.chaos.injection import counted
 from tests.chaos.pauses import Pause, quantiles
 from tests.chaos.stream_record import STAGES, StreamRecord
@@ -66,6 +67,7 @@ class Verdict:
             self._law_of_the_ledger(end),
             self._law_of_gateway_faults(),
             *self._laws_of_bursts(),
+            self._law_of_embeddings(),
             self._law_of_roles(),
             self._law_of_stages(),
             *self._laws_of_certificates(),
@@ -121,6 +123,11 @@ class Verdict:
         bursts = self._run.bursts.over
         found = ", ".join(f"{each.num_refused} of {len(each.records)}" for each in bursts)
         yield Law("refused in bursts", found or "no burst", any(each.num_refused for each in bursts))
+
+    def _law_of_embeddings(self) -> Law:
+        """Their vectors are compared like all answers over HTTP; here is only whether there were any."""
+        num = sum(isinstance(each.question, EmbeddingQuestion) for each in self._run.http_records)
+        return Law("requests for vectors", str(num), num > 0)
 
     def _law_of_gateway_faults(self) -> Law:
         """A fault that meets no stream proves nothing."""

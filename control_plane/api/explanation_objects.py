@@ -191,6 +191,7 @@ class ExplanationObject(RequestRow):
     moves: list[MoveObject]
     usage: UsageParts
     prompt_blocks: PromptBlocksObject | None
+    session: str
     texts: TextsObject | None
 
 

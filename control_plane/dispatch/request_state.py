@@ -115,6 +115,7 @@ class RequestState:
         self.history = request.history
         """What the dispatcher has done, for the request's explanation."""
         self.history.choices = self.choices
+        self.history.session = request.session_affinity
         if hashes is not None:
             self.history.prompt_blocks = PromptBlocks.of(hashes.blocks.packed, hashes.grain)
         self.unread = EventQueue(wakeups or WakeupScheduler())

@@ -58,6 +58,7 @@ def explanation_of(journal: Journal, gateway: str, *, with_texts: bool = False) 
         moves=_moves(journal),
         usage=_usage(closing.usage) if closing is not None else _NO_USAGE,
         prompt_blocks=journal.history.prompt_blocks,
+        session=journal.history.session,
         texts=_texts(journal) if with_texts else None,
     )
 

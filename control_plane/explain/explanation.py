@@ -411,6 +411,8 @@ class Explanation:
     usage: UsageExplanation = UsageExplanation()
     prompt_blocks: PromptBlocks | None = None
     """None: no cache may hold the prompt, or it never came to the dispatcher."""
+    session: str = ""
+    """A key that only the account's requests with one session id for the model have; "" for no session."""
     texts: Texts | None = None
 
     @property
@@ -441,6 +443,7 @@ class Explanation:
             "moves": [each.to_json() for each in self.moves],
             "usage": self.usage.to_json(),
             "prompt_blocks": None if self.prompt_blocks is None else self.prompt_blocks.to_json(),
+            "session": self.session,
             "texts": None if self.texts is None else self.texts.to_json(),
         }
 

@@ -148,6 +148,7 @@ class History:
         "moves",
         "parts",
         "prompt_blocks",
+        "session",
         "standing",
     )
 
@@ -165,6 +166,8 @@ class History:
         """The call that brought the first token."""
         self.prompt_blocks: PromptBlocks | None = None
         """Where the prompt begins like others; None: no cache may hold it."""
+        self.session = ""
+        """The key of the request's session; "": it has none."""
         self.standing: Standing | None = None
         """None: it has not come so far."""
         self.accepted_at: float | None = None

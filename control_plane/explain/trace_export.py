@@ -1,7 +1,7 @@
 """Turns kept explanations into lines of a trace in Mooncake's form, without a text and without a hash.
 
-Hashes and accounts become numbers in the order in which they first appear. What happened is beside each request, under
-`tandem`, so that a simulated answer can be compared with the real one.
+Hashes, accounts and sessions become numbers in the order in which they first appear. What happened is beside each
+request, under `tandem`, so that a simulated answer can be compared with the real one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class TraceLines:
         self._start_ms: int | None = None
         self._numbers: dict[bytes, int] = {}
         self._accounts: dict[str, int] = {}
+        self._sessions: dict[str, int] = {}
         self._num_unknown = 0
 
     def lines(self, explanations: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -41,11 +42,14 @@ class TraceLines:
             return None
         self._start_ms = explained["started_ms"] if self._start_ms is None else self._start_ms
         admission = explained.get("admission")
+        session = explained.get("session", "")  # explanations of earlier releases have none
         return {
             "timestamp": explained["started_ms"] - self._start_ms,
             "input_length": num_prompt_tokens,
             "output_length": num_answer_tokens,
             "hash_ids": self._hash_ids(explained.get("prompt_blocks"), num_prompt_tokens),
+            "session": f"session-{self._sessions.setdefault(session, len(self._sessions))}" if session else "",
+            "model": explained["model"],
             "account": f"account-{self._accounts.setdefault(explained['account'], len(self._accounts))}",
             "service_tier": admission["service_class"] if admission else "default",
             "tandem": _outcome(explained),
@@ -69,7 +73,6 @@ def _outcome(explained: Mapping[str, Any]) -> dict[str, Any]:
     role = "prefill" if route.get("mode") == "handed_over" else "decode"
     cached: dict[str, int] = next((each["cached_tokens"] for each in chosen if each["role"] == role), {})
     return {
-        "model": explained["model"],
         "state": explained["state"],
         "ttft_ms": explained["ttft_ms"],
         "duration_ms": explained["duration_ms"],

@@ -95,8 +95,8 @@ def test_lines_have_arrivals_lengths_shared_blocks_and_outcomes(
     assert [line["timestamp"] for line in lines] == [0, 250, 1_000, 1_500]
     assert [line["hash_ids"] for line in lines] == [[0, 1, 2], [0, 1, 2, 3], [0, 4], [-1]]
     assert lines[0]["input_length"] == 1_600 and lines[0]["output_length"] == 7
+    assert lines[0]["model"] == "demo"
     assert lines[0]["tandem"] == {
-        "model": "demo",
         "state": "finished",
         "ttft_ms": 12.5,
         "duration_ms": 80.0,
@@ -137,6 +137,15 @@ def test_accounts_are_numbers_and_classes_those_of_the_requests(
     found = [(each.account, each.service_tier) for each in read_trace(path)]
     assert [account for account, _ in found] == ["account-0", "account-1", "account-0", "account-0"]
     assert [tier for _, tier in found] == ["batch", "default", "priority", "default"]
+
+
+def test_sessions_are_numbers(export: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    keys = ["a" * 32, "", "b" * 32, "a" * 32]
+    kept = [replace(explanation(number, 1_000 + number, 600, None), session=key) for number, key in enumerate(keys)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(export(kept)[1])
+    assert [each.session for each in read_trace(path)] == ["session-0", "", "session-1", "session-0"]
+    assert "aaaa" not in path.read_text()
 
 
 def test_only_the_last_hours_are_written(export: Callable[..., tuple[int, str, str]]) -> None:

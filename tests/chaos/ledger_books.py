@@ -1,6 +1,8 @@
 """Compares the ledger with what HTTP clients received: who pays has an answer, and who has an answer pays once.
 
-An answer is free for its client if its gateway was killed, before the end of the row was written or of the answer.
+An answer is free for its client if its gateway was killed, before the end of the row was written or of the answer. One
+that is not streamed is paid for and lost if its gateway was killed between the end of the row and the first byte: the
+client knows only that the connection broke.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class LedgerBooks:
         self._earlier: set[str] = set()
         self.num_free = 0
         """Whole answers whose gateway was killed before it had closed their rows."""
+        self.num_lost = 0
+        """Answers whose gateway was killed after it had closed their rows, and before it sent a byte."""
 
     async def begin(self) -> None:
         """Remember the rows of requests before the clients'."""
@@ -80,6 +84,10 @@ class LedgerBooks:
             if row.closed_ms is None and row.gateway in living:
                 yield f"open: {row}"
         strangers = [row for row in rows.values() if row.num_completion_tokens]
+        lost = [row for row in strangers if row.gateway not in living and row.status == "finished"]
+        if len(lost) <= sum(record.num_unreached for record in records):
+            self.num_lost = len(lost)
+            strangers = [row for row in strangers if row not in lost]
         if len(strangers) > num_cut_off:
             yield from (f"nobody has this answer, or {num_cut_off} of these: {row}" for row in strangers)
 

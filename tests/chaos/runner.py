@@ -140,7 +140,9 @@ class Run:
         seconds = _BALANCE_SECONDS + self.options.gateway_gone_seconds
         unbalanced = await differences(self.fleet, self.gateways[1], self._books, seconds)
         misbilled = await self._books.mistakes(self.http_records, self.bursts.num_cut_off, seconds)
-        return Verdict(self, End(failure, left, audit, unbalanced, misbilled, self._books.num_free))
+        return Verdict(
+            self, End(failure, left, audit, unbalanced, misbilled, self._books.num_free, self._books.num_lost)
+        )
 
     async def _prepare(self) -> None:
         """Start the fleet, and compute the expected answers meanwhile."""

@@ -48,6 +48,8 @@ class End:
     """What is wrong in the ledger."""
     num_free: int
     """Whole answers whose gateway was killed before their end was written."""
+    num_lost: int
+    """Answers whose gateway was killed after that, and before their first byte was sent."""
 
 
 class Verdict:
@@ -113,7 +115,7 @@ class Verdict:
         return Law("left in the control plane", found or "nothing", not found)
 
     def _law_of_the_ledger(self, end: End) -> Law:
-        found = f"{len(end.misbilled)}; {end.num_free} answers of killed gateways were free"
+        found = f"{len(end.misbilled)}; of killed gateways {end.num_free} were free, {end.num_lost} paid and lost"
         return Law("rows that are not the answers", found, not end.misbilled, end.misbilled[:_MAX_SHOWN])
 
     def _laws_of_bursts(self) -> Iterator[Law]:

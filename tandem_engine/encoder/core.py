@@ -40,13 +40,22 @@ class EncoderCore:
     """Joins queue and encoder. For one thread: `handle` any number of commands, then `step` while `has_work`."""
 
     def __init__(
-        self, encoder: Encoder, max_tokens: int, max_calls: int, clock: Callable[[], int] = time.time_ns
+        self,
+        encoder: Encoder,
+        max_tokens: int,
+        max_calls: int,
+        clock: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`max_tokens` per step; `max_calls` at a time. `clock` returns nanoseconds since 1970."""
+        """`max_tokens` per step; `max_calls` at a time.
+
+        The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for durations, since nobody sets it.
+        """
         self.queue = TextQueue(max_calls)
         self._encoder = encoder
         self._max_tokens = max_tokens
         self._clock = clock
+        self._monotonic = monotonic
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._num_tokens_received = 0
 
@@ -76,11 +85,11 @@ class EncoderCore:
 
     def run_step(self, emit: Callable[[Event], None]) -> None:
         """Encode the next inputs; emit the answers of complete calls, and EncoderStats."""
-        started_ns = self._clock()
-        taken = self.queue.take(self._max_tokens, started_ns)
+        started_ns = self._monotonic()
+        taken = self.queue.take(self._max_tokens, self._clock())
         values = self._encoder.encode([one.text for one in taken])
         finished_ns = self._clock()
-        self._count_step(taken, (finished_ns - started_ns) / 1e9)
+        self._count_step(taken, (self._monotonic() - started_ns) / 1e9)
         for refusal in self._drop_failed(taken, values):
             emit(refusal)
         for call in self.queue.finish(taken, values):

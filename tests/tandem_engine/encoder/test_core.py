@@ -70,6 +70,13 @@ def _assert_empty(core: EncoderCore) -> None:
     assert (stats.num_waiting, stats.num_tokens_in_flight) == (0, 0)
 
 
+def test_a_clock_that_jumps_back_makes_no_step_negative() -> None:
+    unix, seconds = iter((10_000_000_000, 9_000_000_000)), iter((1_000_000_000, 3_000_000_000))
+    core = EncoderCore(SumEncoder(), 4, 8, clock=lambda: next(unix), monotonic=lambda: next(seconds))
+    core.handle_some(EncodeTexts(1, [_text(1, 1)]))
+    assert _step(core)[-1].counters["step_seconds"] == 2.0
+
+
 def test_fairness_keys_take_turns_input_by_input() -> None:
     encoder = SumEncoder()
     core = _core(encoder)

@@ -266,6 +266,7 @@ class Gateway:
         )
         await self.metrics.start()
         self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
+        self.catalog.workers_may_come()
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
         self._say_if_drain_is_short()

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, cast, get_args
@@ -38,6 +39,8 @@ _MAX_PAUSE_SECONDS = 8.0
 _BROKEN_SECONDS = 10.0
 _MAX_BROKEN_SECONDS = 320.0
 """The same if the file itself cannot be used: it is fetched whole each time, and stays as it is."""
+_REGISTRATION_SECONDS = 5.0
+"""A worker that lives calls a gateway that has started a second later at most, and tries again if the call is lost."""
 _MAX_GONE = 1024
 _DESCRIPTION_BYTES = 4096
 """Of a description without its files."""
@@ -104,6 +107,10 @@ class ModelCatalog:
         self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
         self._were_usable: set[tuple[str, Variant]] = set()
+        self._knows_all_at = 0.0
+        """By the clock: until then workers that live may not have registered, as the gateway has just started."""
+        self._change = asyncio.Event()
+        """Set at the next change of a worker, and then replaced."""
         self._to_try_again: list[tuple[str, Variant]] = []
         """Variants that may be usable after all, since another worker offers their files."""
         registry.listen(self._changed)
@@ -150,7 +157,25 @@ class ModelCatalog:
             raise Unavailable(why, retry_after_seconds=2.0)
         raise ModelNotFound(f"no model {name!r} here; served: {', '.join(served)}", field="model")
 
+    def workers_may_come(self, seconds: float = _REGISTRATION_SECONDS) -> None:
+        """The gateway listens from now on, and living workers register within so many seconds.
+
+        Until then `get` waits for a model that no worker has told of, if others have told of theirs: another model's
+        workers came first, and nobody knows whether the name is wrong.
+        """
+        self._knows_all_at = self._clock() + seconds
+
+    async def _wait_for(self, name: str) -> None:
+        base = name.rpartition(":")[0]
+        while (seconds := self._knows_all_at - self._clock()) > 0 and self._served_ids():
+            if self._knows(name) or (base and self._knows(base)):
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._change.wait()
+
     async def get(self, name: str) -> ModelDescription:
+        await self._wait_for(name)
         if (found := self._with_adapter(name)) is not None:
             known, adapter = found
             return replace(await self._described_for_request(known), adapter=adapter)
@@ -358,6 +383,8 @@ class ModelCatalog:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         """Remember the model of a worker that is gone; a listener of the registry."""
         self._served = None
+        self._change.set()
+        self._change = asyncio.Event()
         if not worker.info.card.model_id:
             return
         known = _Known.of(worker, worker.info.card.context_length)

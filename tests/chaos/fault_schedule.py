@@ -7,8 +7,9 @@
 
 A service is eligible once it has been up for some seconds since its last fault. A worker or KV service is stopped, or
 loses its clock or its descriptors, only while the other one of its role is up: requests wait for a restarted service,
-not for one that does not answer. Both may be killed at once, unless `Options.spares_one` is set. Faults of the whole
-fleet meet whatever else is under way, but not one another.
+not for one that does not answer. Both may be killed at once, unless `Options.spares_one` is set or they encode: a
+gateway that starts while a model has no worker at all does not know the model. Faults of the whole fleet meet whatever
+else is under way, but not one another.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class FaultSchedule:
         if kind in ("stop engine", "stop", "stop kv") and (role == "kv") != (kind == "stop kv"):
             return False  # a KV service has no engine, and a stop of its own
         others = [other for other, service in self._fleet.services.items() if service.role == role]
-        needs_others = kind.startswith("stop") or kind in MACHINE_KINDS or self._options.spares_one
+        needs_others = kind.startswith("stop") or kind in MACHINE_KINDS or self._options.spares_one or role == "encode"
         return all(map(self._is_up, others if needs_others else [victim])) and self._is_past_rest(victim)
 
     def _is_over(self, victim: str) -> bool:

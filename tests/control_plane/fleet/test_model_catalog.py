@@ -120,6 +120,31 @@ async def test_a_tokenizer_is_fetched_once_from_whoever_has_it() -> None:
     assert catalog.list() == [model]
 
 
+async def test_a_gateway_that_has_just_started_waits_for_a_model_whose_workers_may_come_after_anothers() -> None:
+    registry, catalog = new()
+    async with serving() as (_, address):
+        register(registry, "first", address, context_length=100)
+        with pytest.raises(ModelNotFound):
+            await catalog.get("second")
+        catalog.workers_may_come(60.0)
+        asked = [asyncio.create_task(catalog.get(name)) for name in ("second", "second:with-an-adapter")]
+        assert (await catalog.get("m")).model_id == "m"
+        register(registry, "second", address, model_id="second", context_length=100)
+        assert (await asked[0]).model_id == "second"
+        with pytest.raises(ModelNotFound, match="adapter"):
+            await asked[1]
+        catalog.workers_may_come(0.05)
+        with pytest.raises(ModelNotFound, match="no model 'third' here; served: m, second"):
+            await catalog.get("third")
+
+
+async def test_a_gateway_that_no_worker_has_called_refuses_at_once() -> None:
+    _, catalog = new()
+    catalog.workers_may_come(60.0)
+    with pytest.raises(Unavailable, match="no worker has loaded a model yet"):
+        await catalog.get("m")
+
+
 async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
     registry, catalog = new()
     async with serving(b"something else") as (_, address):

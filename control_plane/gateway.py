@@ -43,7 +43,7 @@ from control_plane.fleet import fleet_metrics
 from control_plane.fleet.draining import WorkerDrain
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.model_catalog import ModelCatalog
+from control_plane.fleet.model_catalog import REGISTRATION_SECONDS, ModelCatalog
 from control_plane.fleet.registration import ControlPlaneService, take_relayed
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
@@ -117,6 +117,7 @@ class Gateway:
             loader=self.text_processes.zygote,
             max_gone_bytes=settings.tokenizer_cache_bytes,
             grain=settings.hash_grain,
+            registration_seconds=REGISTRATION_SECONDS,
         )
         self.text_processes.zygote.keep(self.catalog.served_text_keys)
         self._encoder_clients = EncoderClients(self.registry, self.member, gateway_id, incarnation)
@@ -266,7 +267,6 @@ class Gateway:
         )
         await self.metrics.start()
         self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
-        self.catalog.workers_may_come()
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
         self._say_if_drain_is_short()

@@ -39,8 +39,8 @@ _MAX_PAUSE_SECONDS = 8.0
 _BROKEN_SECONDS = 10.0
 _MAX_BROKEN_SECONDS = 320.0
 """The same if the file itself cannot be used: it is fetched whole each time, and stays as it is."""
-_REGISTRATION_SECONDS = 5.0
-"""A worker that lives calls a gateway that has started a second later at most, and tries again if the call is lost."""
+REGISTRATION_SECONDS = 5.0
+"""Workers that live call a gateway within a second of one another once it can be reached; a call may be lost."""
 _MAX_GONE = 1024
 _DESCRIPTION_BYTES = 4096
 """Of a description without its files."""
@@ -83,10 +83,12 @@ class ModelCatalog:
         loader: TextLoader | None = None,
         max_gone_bytes: int = DEFAULT_BYTES,
         grain: int = DEFAULT_GRAIN,
+        registration_seconds: float = 0.0,
     ) -> None:
         """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
 
         `loader` shows whether a model's tokenizer and template can be used, before any request needs them.
+        `registration_seconds`: so long after the first worker with a model `get` waits for one that no worker has told of.
         `max_gone_bytes`: what is kept of models that are not served any more. `grain`: tokens per hash of a prompt.
         """
         self._grain = grain
@@ -107,8 +109,9 @@ class ModelCatalog:
         self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
         self._were_usable: set[tuple[str, Variant]] = set()
-        self._knows_all_at = 0.0
-        """By the clock: until then workers that live may not have registered, as the gateway has just started."""
+        self._registration_seconds = registration_seconds
+        self._knows_all_at: float | None = None
+        """By the clock: from then on all workers that live have registered. None: none with a model has."""
         self._change = asyncio.Event()
         """Set at the next change of a worker, and then replaced."""
         self._to_try_again: list[tuple[str, Variant]] = []
@@ -157,17 +160,10 @@ class ModelCatalog:
             raise Unavailable(why, retry_after_seconds=2.0)
         raise ModelNotFound(f"no model {name!r} here; served: {', '.join(served)}", field="model")
 
-    def workers_may_come(self, seconds: float = _REGISTRATION_SECONDS) -> None:
-        """The gateway listens from now on, and living workers register within so many seconds.
-
-        Until then `get` waits for a model that no worker has told of, if others have told of theirs: another model's
-        workers came first, and nobody knows whether the name is wrong.
-        """
-        self._knows_all_at = self._clock() + seconds
-
     async def _wait_for(self, name: str) -> None:
+        """Wait for a model that no worker has told of, while its workers may still come: those of others came first."""
         base = name.rpartition(":")[0]
-        while (seconds := self._knows_all_at - self._clock()) > 0 and self._served_ids():
+        while self._knows_all_at is not None and (seconds := self._knows_all_at - self._clock()) > 0:
             if self._knows(name) or (base and self._knows(base)):
                 return
             with suppress(TimeoutError):
@@ -389,6 +385,8 @@ class ModelCatalog:
             return
         known = _Known.of(worker, worker.info.card.context_length)
         if is_here:
+            if self._knows_all_at is None:
+                self._knows_all_at = self._clock() + self._registration_seconds
             error = self._failures.last(known.files)
             if error is not None and (isinstance(error, TooLarge) or not isinstance(error, BrokenFile)):
                 self._failures.forget(known.files)  # this worker may have what the others did not give

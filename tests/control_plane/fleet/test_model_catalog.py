@@ -121,28 +121,27 @@ async def test_a_tokenizer_is_fetched_once_from_whoever_has_it() -> None:
 
 
 async def test_a_gateway_that_has_just_started_waits_for_a_model_whose_workers_may_come_after_anothers() -> None:
-    registry, catalog = new()
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, registration_seconds=60.0)
+    with pytest.raises(Unavailable, match="no worker has loaded a model yet"):
+        await catalog.get("m")
     async with serving() as (_, address):
         register(registry, "first", address, context_length=100)
-        with pytest.raises(ModelNotFound):
-            await catalog.get("second")
-        catalog.workers_may_come(60.0)
         asked = [asyncio.create_task(catalog.get(name)) for name in ("second", "second:with-an-adapter")]
         assert (await catalog.get("m")).model_id == "m"
         register(registry, "second", address, model_id="second", context_length=100)
         assert (await asked[0]).model_id == "second"
         with pytest.raises(ModelNotFound, match="adapter"):
             await asked[1]
-        catalog.workers_may_come(0.05)
-        with pytest.raises(ModelNotFound, match="no model 'third' here; served: m, second"):
-            await catalog.get("third")
 
 
-async def test_a_gateway_that_no_worker_has_called_refuses_at_once() -> None:
-    _, catalog = new()
-    catalog.workers_may_come(60.0)
-    with pytest.raises(Unavailable, match="no worker has loaded a model yet"):
-        await catalog.get("m")
+async def test_a_name_that_no_worker_tells_of_in_time_is_refused() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, registration_seconds=0.05)
+    register(registry, "first", "127.0.0.1:1")
+    for _ in range(2):
+        with pytest.raises(ModelNotFound, match="no model 'other' here; served: m"):
+            await catalog.get("other")
 
 
 async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:

@@ -88,7 +88,7 @@ class ModelCatalog:
         """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
 
         `loader` shows whether a model's tokenizer and template can be used, before any request needs them.
-        `registration_seconds`: so long after the first worker with a model `get` waits for one that no worker has told of.
+        `registration_seconds`: so long after the first worker with a model `get` waits for one that none has told of.
         `max_gone_bytes`: what is kept of models that are not served any more. `grain`: tokens per hash of a prompt.
         """
         self._grain = grain

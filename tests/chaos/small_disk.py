@@ -20,11 +20,22 @@ class SmallDisk:
         """Raise OSError where this process may not mount."""
         self.folder = folder
         self._filler = folder / "filler"
+        self._read_only = folder.with_name(f"{folder.name}-read-only")
+        """The same files, where nobody opens one: a mount in use cannot become read-only."""
         folder.mkdir()
+        self._read_only.mkdir()
         _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0700", "tmpfs", str(folder))
+        try:
+            _run("mount", "--bind", str(folder), str(self._read_only))
+            _run("mount", "-o", "remount,bind,ro", str(self._read_only))
+        except OSError:
+            self.unmount()
+            raise
 
     def unmount(self) -> None:
-        _run("umount", "--lazy", str(self.folder))
+        for folder in (self._read_only, self.folder):
+            if folder.is_mount():
+                _run("umount", "--lazy", str(folder))
 
     @contextmanager
     def filled(self) -> Iterator[Callable[[], None]]:
@@ -42,13 +53,11 @@ class SmallDisk:
 
         The disk itself cannot be mounted anew while files are open to be written. Those go on: `filled` fails them.
         """
-        folder = str(self.folder)
-        _run("mount", "--bind", folder, folder)
+        _run("mount", "--bind", str(self._read_only), str(self.folder))  # a mount is bound with its flags
         try:
-            _run("mount", "-o", "remount,bind,ro", folder)
             yield
         finally:
-            _run("umount", "--lazy", folder)
+            _run("umount", "--lazy", str(self.folder))
 
 
 def _fill(file: int) -> None:

@@ -58,6 +58,7 @@ _PREFILL = pb.WORKER_ROLE_PREFILL
 _Mean = tuple[str, str, pb.WorkerRole.ValueType]
 """Of what: prompts or answers; and of which workers."""
 _Peers = tuple[str, str, pb.WorkerRole.ValueType]
+"""Of a model, a numerics class and a role."""
 
 
 class _Computed(NamedTuple):
@@ -254,7 +255,7 @@ class CostModel:
         for worker in workers:
             rate = self.measured_rate(worker)
             if not rate:
-                rate = typical = typical or self.typical_rate(worker.figures.model_id, worker.role)
+                rate = typical = typical or self.typical_rate(*_peers(worker))
             queue_ms = 1000.0 * self._num_queued(worker, rate) / rate
             if sources is not None:
                 cached, num_missing, load_ms = self._cached(worker, rate, request, match, sources)
@@ -338,7 +339,7 @@ class CostModel:
 
     def tokens_per_second(self, worker: Worker) -> float:
         """Return a worker's prefill rate; the mean of its peers before its first prompt."""
-        return self.measured_rate(worker) or self.typical_rate(worker.figures.model_id, worker.role)
+        return self.measured_rate(worker) or self.typical_rate(*_peers(worker))
 
     def answer_tokens_per_second(self, worker: Worker) -> float:
         """Return the tokens that a decode worker samples per second of its steps; the mean of its peers before that."""
@@ -354,8 +355,15 @@ class CostModel:
         known = self._means.answer_rate(model_id, role)
         return self._noted(key, known) if known else 1000.0 / ASSUMED_STEP_MS
 
-    def typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
-        """Return the recent mean rate of a model's workers of that role, else of its prefill workers."""
+    def typical_rate(self, model_id: str, numerics_class: str, role: pb.WorkerRole.ValueType) -> float:
+        """Return the rate of a model's workers of that class and role, else of that role, else of its prefill workers.
+
+        Of decode workers as of this moment: a mean of half a second ago may be of first prompts, which are slow, and a
+        worker that has had none would be passed over.
+        """
+        computed = self._computed_by_peers.get((model_id, numerics_class, role)) if role != _PREFILL else None
+        if computed is not None and computed.num_tokens:
+            return computed.num_tokens / computed.seconds
         key = "prompts", model_id, role
         recent = self._recent(key)
         if recent is not None:
@@ -394,6 +402,7 @@ class CostModel:
     def prompt_read(self, worker: Worker, ledger: pb.PhaseLedger, most_seconds: float = math.inf) -> None:
         """Take in the ledger of a phase that has computed a prompt, or the rest of one.
 
+        The first of a worker is left out if its peers have had some: what is loaded at its first use makes it slow.
         `most_seconds`: the gateway's own measure of more than that; the worker's clock may be set meanwhile.
         """
         seconds, num_tokens = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9, ledger.num_computed_tokens
@@ -401,8 +410,12 @@ class CostModel:
         if seconds > 0 and num_tokens and ledger.scheduled_ns:
             incarnation, peers, now = worker.incarnation, _peers(worker), self._clock()
             own, of_peers = self._computed.get(incarnation), self._computed_by_peers.get(peers)
-            self._computed[incarnation] = _summed(own, _OLD_WEIGHT, num_tokens, seconds, now)
-            self._computed_by_peers[peers] = _summed(of_peers, _OLD_WEIGHT_OF_PEERS, num_tokens, seconds, now)
+            if own is None:
+                self._computed[incarnation] = _Computed(0.0, 0.0, now)
+            else:
+                self._computed[incarnation] = _summed(own, _OLD_WEIGHT, num_tokens, seconds, now)
+            if own is not None or of_peers is None:
+                self._computed_by_peers[peers] = _summed(of_peers, _OLD_WEIGHT_OF_PEERS, num_tokens, seconds, now)
             self._rate_changed(incarnation)
 
     def handed_over(

@@ -28,12 +28,13 @@ class HandOverWays:
         best: PrefillEstimate,
         ordered: Sequence[tuple[float, str, PrefillEstimate]],
         slack: float,
+        slack_ms: float,
     ) -> None:
         """`num_tokens`: of the prompt. `ordered`: by their milliseconds, which come first.
 
-        `slack`: how many times as soon as the best one another host must have the cache.
+        `slack`: how many times as soon as the best one another host must have the cache, and sooner by `slack_ms`.
         """
-        self._costs, self._num_tokens, self._slack = costs, num_tokens, slack
+        self._costs, self._num_tokens, self._slack, self._slack_ms = costs, num_tokens, slack, slack_ms
         self._best = self._way(best.total_ms, best)
         self._ordered = ordered
         self._others: list[_Way] = []
@@ -58,7 +59,7 @@ class HandOverWays:
         reader, pair = hand_overs.reader(decode, self._num_tokens, num_own), hand_overs.pair
         to_host = reader.host_id
         best_ms = best.total_ms + reader.ms(best.shown, best.host_id, pair(best.host_id, to_host))
-        limit_ms = best_ms / self._slack
+        limit_ms = min(best_ms / self._slack, best_ms - self._slack_ms)
         for other in self._sooner_than(limit_ms):
             total_ms, from_host, _, shown = other
             if total_ms >= limit_ms:

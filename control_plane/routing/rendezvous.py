@@ -3,7 +3,7 @@
 Weighted rendezvous hashing: each worker draws a number from its own name and the key, and `-weight / ln(number)` ranks
 them. So a worker gets keys in proportion to its weight, and one that comes or goes moves no keys between others. Hosts
 are ranked first, by the sum of their workers' weights, then the workers of the first host. A worker with more than its
-bounded share of the load is passed over, and the next in rank gets the key.
+bounded share of the load is passed over, and the next in rank gets the key; of a light load nobody has too much.
 """
 
 from __future__ import annotations
@@ -43,11 +43,21 @@ def key_of(request: RoutingRequest) -> int | None:
     return int.from_bytes(request.block_hashes[_KEY_BLOCKS - 1][:8], "little")
 
 
-def home(table: WorkerTable, key: int, weights: Weights, loads: Floats, may_take: npt.NDArray[np.bool_]) -> int | None:
-    """Return the row of a key's worker; None if no worker may take it. Both arrays are [rows]."""
+def home(
+    table: WorkerTable,
+    key: int,
+    weights: Weights,
+    loads: Floats,
+    may_take: npt.NDArray[np.bool_],
+    light_load: float = 0.0,
+) -> int | None:
+    """Return the row of a key's worker; None if no worker may take it. Both arrays are [rows].
+
+    `light_load`: the whole load counts as no less. Of a few requests, each is above its worker's share.
+    """
     of_rows, of_hosts, total = weights
     scores = of_hosts / _logarithms(table.hosts, key)  # below 0: the least is the best
-    share, load = total / MAX_SHARE, float(np.add.reduce(loads))
+    share, load = total / MAX_SHARE, max(light_load, float(np.add.reduce(loads)))
 
     def open_rows() -> list[int]:
         """Return the rows of the best host that get keys."""

@@ -33,6 +33,8 @@ from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, Tan
 
 _AFFINITY_SLACK = 1.25
 """A session stays at its worker while that worker is at most this many times as loaded as the best."""
+_SLACK_MS = 5.0
+"""Whoever waits so much longer does not notice, and a session that begins elsewhere stays there."""
 _NO_ROUTE = SessionRoute("", "")
 
 
@@ -215,8 +217,8 @@ class Router:
         hand_over = self._hand_over(request, prefill, could_hold_choices(group.decodes, request))
         ways = None
         if prefill is not None and hand_over != "never":
-            slack = _AFFINITY_SLACK if self._is_home(prefill, query) else TIE
-            ways = HandOverWays(self.costs, request.num_prompt_tokens, prefill, ordered, slack)
+            slack = (_AFFINITY_SLACK, _SLACK_MS) if self._is_home(prefill, query) else (TIE, 0.0)
+            ways = HandOverWays(self.costs, request.num_prompt_tokens, prefill, ordered, *slack)
         local: list[PrefillEstimate] = []
         for table in group.decodes:
             workers = self._shortlist.decodes(table, query, None if ways is None else prefill, hand_over, among)
@@ -327,7 +329,7 @@ class Router:
             if worker.incarnation == query.last.decode:
                 is_near = self._decode_load(worker) <= _AFFINITY_SLACK * self._decode_load(best.estimate.worker)
             elif worker.incarnation in query.homes:
-                is_near = option.cost[0] <= best.cost[0] and option.cost[1] <= _AFFINITY_SLACK * best.cost[1]
+                is_near = option.cost[0] <= best.cost[0] and option.cost[1] <= _most_ms(best.cost[1])
             else:
                 continue
             if is_near:
@@ -353,7 +355,7 @@ class Router:
             return None
         least_ms = ordered[0][0]
         for total_ms, _, estimate in ordered:
-            if total_ms > _AFFINITY_SLACK * least_ms:
+            if total_ms > _most_ms(least_ms):
                 break
             if self._is_home(estimate, query):
                 return estimate
@@ -421,6 +423,11 @@ class Router:
         predicted["hand_over"] = first.hand_over_ms
         reason = f"decode computes the prompt: {estimate}; handing over would take {predicted['hand_over']:.1f} ms"
         return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
+
+
+def _most_ms(least_ms: float) -> float:
+    """Return how long the session's or the key's worker may take where the soonest takes so long."""
+    return max(_AFFINITY_SLACK * least_ms, least_ms + _SLACK_MS)
 
 
 def _load(figures: WorkerFigures, num_sent: int, num_tokens: int) -> float:

@@ -56,6 +56,8 @@ _NUM_HOLDERS = 2
 """Candidates for the sake of their pools, and as many for that of their hosts' stores."""
 _ROUNDS = (NUM_CANDIDATES, 4 * NUM_CANDIDATES, 16 * NUM_CANDIDATES, 64 * NUM_CANDIDATES)
 """Workers that are looked at, until one of them is well."""
+_LIGHT_LOAD = 0.125
+"""Of all pools' tokens. With less held, steps are as short as they get, and keys stay where every gateway looks."""
 _LAST = 1e12
 """Added to the score of workers that come after all others."""
 
@@ -173,7 +175,8 @@ class Shortlist:
 
     def _rates(self, table: WorkerTable) -> Floats:
         """Return the prompt tokens per second of each worker; the mean of its peers before its first prompt."""
-        return table.rates(lambda: self._costs.typical_rate(table.key.model_id, table.key.role))
+        key = table.key
+        return table.rates(lambda: self._costs.typical_rate(key.model_id, key.numerics_class, key.role))
 
     def _num_queued(self, table: WorkerTable, rates: Floats) -> Floats:
         """Return `CostModel.num_queued` of each prefill worker."""
@@ -229,7 +232,7 @@ class Shortlist:
     ) -> str:
         """Return the worker that the request had better go to: its session's last one, or that of its key; or "".
 
-        `rates`: keys are spread by these; None: by the workers' pools.
+        `rates`: keys are spread by these; None: by the workers' pools, while they are nearly empty whatever they hold.
         Where workers of the table have half of the prompt or more, they win over the key's worker; with less (the
         beginning that all prompts have) the costs decide. Takes workers to avoid out of the scores: inf.
         """
@@ -242,8 +245,11 @@ class Shortlist:
         may_take = score < _LAST / 2
         if self._health.out:
             may_take[table.rows(self._health.out)] = False
-        weights = table.pool_weights if rates is None else table.weights(rates)
-        row = rendezvous.home(table, query.key, weights, loads, may_take)
+        if rates is None:
+            weights = table.pool_weights
+            row = rendezvous.home(table, query.key, weights, loads, may_take, _LIGHT_LOAD * weights.total)
+        else:
+            row = rendezvous.home(table, query.key, table.weights(rates), loads, may_take)
         if row is None:
             return ""
         query.homes.add(table.incarnations[row])

@@ -30,11 +30,13 @@ def table_of(*workers: tuple[str, str]) -> WorkerTable:
     return table
 
 
-def homes(table: WorkerTable, weights: list[float] | None = None, loads: list[float] | None = None) -> list[str]:
+def homes(
+    table: WorkerTable, weights: list[float] | None = None, loads: list[float] | None = None, light: float = 0.0
+) -> list[str]:
     """Return the name of each key's worker."""
     number, chance = len(table), random.Random(1)
     shares = table.weights(np.array(weights or [1.0] * number))
-    arrays = shares, np.array(loads or [0.0] * number), np.ones(number, bool)
+    arrays = shares, np.array(loads or [0.0] * number), np.ones(number, bool), light
     rows = [home(table, chance.getrandbits(64), *arrays) for _ in range(NUM_KEYS)]
     return [table.workers[row].worker_id for row in rows if row is not None]
 
@@ -84,6 +86,34 @@ def test_a_busy_host_is_passed_over_for_the_next_host() -> None:
     before, after = homes(table), homes(table, loads=loads)
     assert not {"w0", "w1", "w2", "w3"} & set(after) and len(set(after)) == 12
     assert all(old == new for old, new in zip(before, after, strict=True) if old not in ("w0", "w1", "w2", "w3"))
+
+
+def test_nobody_is_passed_over_while_the_whole_load_is_light() -> None:
+    table = table_of(*WORKERS)
+    before, loads = homes(table), [90.0, *[0.0] * 15]
+    assert "w0" not in homes(table, loads=loads)
+    assert homes(table, loads=loads, light=16 * 90.0 / MAX_SHARE) == before
+    assert "w0" not in homes(table, loads=loads, light=15 * 90.0 / MAX_SHARE)
+
+
+def test_sessions_begin_at_their_workers_though_these_have_a_few_other_answers() -> None:
+    """Two gateways: one has sent each worker of a quarter an answer, the other one has sent nothing."""
+    first, second = Harness(1), Harness(2)
+    for number in range(0, NUM_WORKERS, 4):
+        first.send(f"d{number}", 0, 1000 * GRAIN // 10)
+    asked = [replace(PROMPT, session_id=f"s{number}") for number in range(60)]
+    routes = [(first.router.choose(request), second.router.choose(request)) for request in asked]
+    assert all(one.decode_id == two.decode_id for one, two in routes)
+    assert any(int(one.decode_id[1:]) % 4 == 0 for one, _ in routes)
+
+
+def test_a_session_begins_at_its_worker_though_another_would_be_a_few_milliseconds_sooner() -> None:
+    short = RoutingRequest("m", 10, 1, session_id="s", hand_over="never")
+    harness = Harness()
+    home_of_session = harness.router.choose(short).decode_id
+    for num_prompt, is_home in ((2, True), (9, False)):
+        harness.send(home_of_session, num_prompt)
+        assert (harness.router.choose(short).decode_id == home_of_session) is is_home
 
 
 def test_a_key_is_of_the_session_or_else_of_how_the_prompt_begins() -> None:

@@ -33,7 +33,10 @@ _OPTIONS: list[tuple[str, int]] = [
 
 
 def open_channel(
-    address: str, member: FleetMember | None = None, expect: Identity | Role | None = None
+    address: str,
+    member: FleetMember | None = None,
+    expect: Identity | Role | None = None,
+    most_unread_bytes: int | None = None,
 ) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port, unix:PATH, dns:///name:port); it connects with its first call.
 
@@ -42,26 +45,37 @@ def open_channel(
     machine or of the release before. While the member's `plaintext` allows it, a server of release 0.2 is called in
     plain text where the id is not known.
 
+    `most_unread_bytes`: what a stream may have on its way to a reader that reads none of it; None: as gRPC finds best,
+    which may be megabytes, and so seconds of small messages.
+
     Calls carry the current trace and request id, and raise `TandemError`s instead of `grpc.aio.AioRpcError`. A unary
     call without a timeout gets one of `tandem_runtime.calls.DEFAULT_TIMEOUT_SECONDS`.
     """
+    options = _OPTIONS
+    if most_unread_bytes is not None:
+        options = [*_OPTIONS, ("grpc.http2.lookahead_bytes", most_unread_bytes), ("grpc.http2.bdp_probe", 0)]
     if member is None:
-        return TracedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), call_error)
+        return TracedChannel(grpc.aio.insecure_channel(address, options=options), call_error)
     assert expect is not None, "with certificates, a channel expects a process or a role"
     if not isinstance(expect, Identity) and member.plaintext.is_allowed:
-        return TracedChannel(EitherChannel(address, member, expect, _OPTIONS), call_error)
-    return TracedChannel(RenewedChannel(address, member, expect, _OPTIONS), call_error)
+        return TracedChannel(EitherChannel(address, member, expect, options), call_error)
+    return TracedChannel(RenewedChannel(address, member, expect, options), call_error)
 
 
-def open_worker_channel(info: pb.WorkerInfo, member: FleetMember | None) -> grpc.aio.Channel:
+def open_worker_channel(
+    info: pb.WorkerInfo, member: FleetMember | None, most_unread_bytes: int | None = None
+) -> grpc.aio.Channel:
     """Return a channel to the server of a registered worker or KV service, which must prove the registered id.
+
+    `most_unread_bytes`: as in `open_channel`.
 
     With a member, a worker that has registered without a certificate is called in plain text while the member's
     `plaintext` allows it; then Unavailable is raised. No process without one can register under an id of certificates.
     """
     if member is not None and member.plaintext.is_allowed and not is_id(info.worker_id):
-        return open_channel(info.address)
-    return open_channel(info.address, member, member.worker(info) if member is not None else None)
+        return open_channel(info.address, most_unread_bytes=most_unread_bytes)
+    expect = member.worker(info) if member is not None else None
+    return open_channel(info.address, member, expect, most_unread_bytes)
 
 
 def call_error(error: grpc.aio.AioRpcError) -> errors.TandemError:

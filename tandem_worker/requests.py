@@ -12,23 +12,27 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.tracing import record_span
+from tandem_worker.waiting_step import WaitingStep
 
 
 class GatewayStream:
-    """The answers to one gateway. The outputs of one step leave as one StepBatch.
+    """The answers to one gateway. The outputs of one step leave as one StepBatch, with those that wait to leave.
 
-    The queue needs no bound of its own: it holds at most the tokens that accepted requests may still produce. The
-    engine's queue and each request's max_tokens bound those.
+    A gateway reads some thousand messages a second. Where its workers' steps are more, it gets fewer, larger batches,
+    and what is sent after them waits for no other. The queue needs no bound of its own: it holds at most the tokens
+    that accepted requests may still produce. The engine's queue and each request's max_tokens bound those.
     """
 
     def __init__(self, gateway_id: str = "") -> None:
         self.gateway_id = gateway_id
         self._queue: asyncio.Queue[pb.Event | Exception | _NextPart | None] = asyncio.Queue()
         self._batch: list[pb.TokenOutput] = []
+        self._waiting: WaitingStep | None = None
         self._parts: deque[pb.TablesPart] = deque()
         """Of the tables; while there are some, the place of the next one is in the queue."""
 
     def send(self, event: pb.Event) -> None:
+        self._waiting = None
         self._queue.put_nowait(event)
 
     def accept(self, submit: pb.Submit, num_queued: int) -> None:
@@ -50,9 +54,15 @@ class GatewayStream:
         self._batch.append(output)
 
     def flush(self, step: int) -> None:
-        if self._batch:
-            self.send(pb.Event(step=pb.StepBatch(step=step, outputs=self._batch)))
-            self._batch = []
+        """Send the outputs of a step: with those of earlier steps if these are still here."""
+        batch, self._batch = self._batch, []
+        if not batch:
+            return
+        if self._waiting is not None and self._waiting.add(step, batch):
+            return
+        waiting = WaitingStep(step, batch)
+        self.send(waiting.event)
+        self._waiting = waiting
 
     def send_tables(self, parts: Iterable[pb.TablesPart]) -> None:
         """Send tables instead of those whose parts are left. Events that come meanwhile wait for one part at most."""
@@ -70,6 +80,8 @@ class GatewayStream:
         while (event := await self._queue.get()) is not None:
             if isinstance(event, Exception):
                 raise event
+            if self._waiting is not None and event is self._waiting.event:
+                self._waiting = None
             yield event if isinstance(event, pb.Event) else self._next_part()
 
     def _next_part(self) -> pb.Event:

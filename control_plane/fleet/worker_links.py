@@ -28,6 +28,8 @@ _RECONNECT_SECONDS = 0.2
 _LONGEST_RESTART_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
 """Longer than a step of an engine: an engine reports between two steps."""
+_UNREAD_BYTES = 64 * 1024
+"""About a thousand StepBatches. More would be seconds: a gateway that cannot read them all joins them at the worker."""
 
 _ATTACH = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Attach"
 _COMMAND_SUBMIT = pb.Command.SUBMIT_FIELD_NUMBER
@@ -214,7 +216,7 @@ class WorkerLink:
 
     async def _attach(self) -> None:
         await self._turns.next()  # else 500 workers that come back at once are 500 channels in one turn of the loop
-        async with open_worker_channel(self.worker.info, self._member) as channel:
+        async with open_worker_channel(self.worker.info, self._member, _UNREAD_BYTES) as channel:
             attach: Any = channel.stream_stream(_ATTACH, response_deserializer=pb.Event.FromString)
             async for event in attach(self._outgoing(self._commands)):
                 self._handle(event)

@@ -30,13 +30,15 @@ from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, su
 
 
 @asynccontextmanager
-async def served(grants: GrantSender | None = None) -> AsyncIterator[tuple[Harness, Any]]:
+async def served(
+    grants: GrantSender | None = None, most_unread_bytes: int | None = None
+) -> AsyncIterator[tuple[Harness, Any]]:
     async with harness(grants=grants) as here:
         service = WorkerService(here.front, AssetStore(), pb.WorkerInfo)
         server = GrpcServer(
             "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc), []
         )
-        async with open_channel(await server.start()) as channel:
+        async with open_channel(await server.start(), most_unread_bytes=most_unread_bytes) as channel:
             yield here, worker_pb2_grpc.WorkerServiceStub(channel)
         await server.stop(0)
 
@@ -144,7 +146,8 @@ async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> N
         await here.front.drain(10)
         await here.front.end_streams(10)
         events = [event async for event in _rest(call)]
-        assert kinds(events) == ["step"] * 100
+        tokens = [token for event in events for each in event.step.outputs for token in each.token_ids]
+        assert tokens == [7] * 100 and set(kinds(events)) == {"step"}
 
 
 async def _rest(call: Any) -> AsyncIterator[pb.Event]:
@@ -244,10 +247,9 @@ async def test_tokens_wait_for_one_part_of_a_huge_table_at_most() -> None:
         stream.send_tables(parts)
         events = stream.events()
         assert (await anext(events)).HasField("tables")
-        for position in (3, 4):
-            here.engine.emit(step([output("r.0", position, [7])]))
-        await until(lambda: stream._queue.qsize() == 3)
-        assert kinds([await anext(events) for _ in range(4)]) == ["tables", "step", "step", "tables"]
+        here.engine.emit(step([output("r.0", 3, [7])]))
+        await until(lambda: stream._queue.qsize() == 2)
+        assert kinds([await anext(events) for _ in range(3)]) == ["tables", "step", "tables"]
         rest = [await anext(events) for _ in range(len(parts) - 3)]
         assert [event.tables for event in rest] == parts[3:]
 
@@ -280,4 +282,31 @@ async def test_tables_that_cannot_be_made_end_no_stream(monkeypatch: pytest.Monk
         assert "could not be made" in (await call.read()).tables.error.message
         here.engine.emit(step([output("r.0", 3, [7])]))
         assert (await call.read()).HasField("step")
+        call.cancel()
+
+
+async def test_a_gateway_that_reads_slowly_gets_fewer_and_larger_batches_and_no_token_twice_or_late() -> None:
+    """It reads nothing for thousands of steps; what is sent after them comes behind few of them."""
+    num_steps = 8_000
+    async with served(most_unread_bytes=16 * 1024) as (here, stub):
+        call = stub.Attach()
+        await call.write(hello())
+        assert (await call.read()).HasField("hello")
+        await command(call, submit=submit())
+        await until(lambda: bool(here.engine.sent_of(AddRequest)))
+        for number in range(num_steps):
+            here.engine.emit(step([output("r.0", 3 + number, [number % 999])]))
+            await asyncio.sleep(0)  # the worker sends what it can
+        here.engine.emit(step([output("r.0", 3 + num_steps, [7], is_last=True)]))
+        tokens: list[int] = []
+        num_messages, is_last = 0, False
+        while not is_last:
+            event = await asyncio.wait_for(call.read(), 10)
+            num_messages += 1
+            for each in event.step.outputs:
+                assert each.position == 3 + len(tokens)
+                tokens += each.token_ids
+                is_last = each.finish_reason == pb.FINISH_REASON_LENGTH and each.HasField("ledger")
+        assert tokens == [*(number % 999 for number in range(num_steps)), 7]
+        assert num_messages < num_steps / 2
         call.cancel()

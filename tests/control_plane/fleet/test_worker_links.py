@@ -243,8 +243,8 @@ async def test_a_link_to_a_worker_that_is_gone_is_freed_without_the_garbage_coll
     ours = authority.member(tmp_path, "gateway") if is_encrypted else None
     opened: list[weakref.ref[Any]] = []
 
-    def open_channel(info: pb.WorkerInfo, member: Any) -> Any:
-        channel: Any = open_worker_channel(info, member)
+    def open_channel(info: pb.WorkerInfo, member: Any, most_unread_bytes: int) -> Any:
+        channel: Any = open_worker_channel(info, member, most_unread_bytes)
         opened.extend((weakref.ref(channel), weakref.ref(channel._channel)))
         return channel
 
@@ -282,7 +282,7 @@ async def test_streams_to_workers_that_come_back_at_once_are_opened_one_in_each_
     opened: dict[str, int] = {}
     all_opened = asyncio.Event()
 
-    def open_channel(info: pb.WorkerInfo, member: object) -> Any:
+    def open_channel(info: pb.WorkerInfo, member: object, most_unread_bytes: int) -> Any:
         opened.setdefault(info.worker_id, turns.now)
         if len(opened) == 50:
             all_opened.set()

@@ -178,7 +178,7 @@ ACTIONS: dict[str, int] = {
 """Relative weights of the actions."""
 
 
-def _worker_channel(network: Network, info: pb.WorkerInfo, _: object) -> Channel:
+def _worker_channel(network: Network, info: pb.WorkerInfo, _: object, _most: int) -> Channel:
     return Channel(network, info.address)
 
 

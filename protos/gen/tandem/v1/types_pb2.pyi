@@ -1672,13 +1672,16 @@ class TokenOutput(message.Message):
 
 @typing.final
 class StepBatch(message.Message):
-    """All tokens of one engine step that belong to one gateway."""
+    """All tokens of one engine step that belong to one gateway; or of several, if the gateway had not read the earlier ones
+    when the later ones came. Then tokens of one choice that follow on are one output.
+    """
 
     DESCRIPTOR: descriptor.Descriptor
 
     STEP_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """the last one"""
     @builtins.property
     def outputs(self) -> containers.RepeatedCompositeFieldContainer[TokenOutput]: ...
     def __init__(

@@ -15,23 +15,24 @@ class WaitingStep:
 
     def __init__(self, step: int, outputs: Sequence[pb.TokenOutput]) -> None:
         self.event = pb.Event(step=pb.StepBatch(step=step, outputs=outputs))
-        self._num_tokens = _num_tokens(outputs)
-        self._latest: dict[tuple[str, int, int], pb.TokenOutput] | None = None
-        """The latest output of each choice; None until a second step comes."""
+        self._num_tokens = 0
+        self._latest: dict[tuple[str, int, int], pb.TokenOutput] = {}
+        """The latest output of each choice. Both are empty until a second step comes, which is seldom."""
 
     def add(self, step: int, outputs: Sequence[pb.TokenOutput]) -> bool:
         """Add the outputs of a later step; False: they would be too many, and nothing is changed.
 
         A choice's tokens that follow on are added to its output, so a batch is no longer for more steps.
         """
+        batch = self.event.step
+        if not self._latest:
+            self._num_tokens = _num_tokens(batch.outputs)
+            self._latest = {_choice(each): each for each in batch.outputs}
         num_tokens = _num_tokens(outputs)
         if self._num_tokens + num_tokens > _MAX_TOKENS:
             return False
         self._num_tokens += num_tokens
-        batch = self.event.step
         batch.step = step
-        if self._latest is None:
-            self._latest = {_choice(each): each for each in batch.outputs}
         for output in outputs:
             earlier = self._latest.get(_choice(output))
             if earlier is not None and earlier.position + len(earlier.token_ids) == output.position:

@@ -9,7 +9,8 @@ The cases, in the order that a request meets them:
    prompt itself.
 3. A decode worker is lost. `_choice_lost` gives the dead reader's lease back and moves the choice. Another decode
    worker computes prompt and tokens so far, and continues with the next token. While no worker has room, or the retry
-   budget is spent, the choice waits in front of its model's room; its client sees a pause.
+   budget is spent, the choice waits in front of its model's room; its client sees a pause. The lost worker may take it
+   too, if that is well again.
 4. A worker contradicts tokens that the client has (`Diverged`). The choice moves as in case 3, and may stay at the same
    worker, which gets those tokens as input.
 5. A worker drains. As case 2 or 3, but the loss is not counted. A worker that brings no token (`Stalled`) is left as
@@ -23,6 +24,7 @@ The cases, in the order that a request meets them:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -209,12 +211,13 @@ class Recovery:
         """Move a choice now, or as soon as a worker has room or is back."""
         lost = set() if isinstance(error, Diverged) else {call.incarnation}
         deadline = self._queue.deadline(state.request)
-        avoid = lost | choice.lost_with  # at first; if no other worker takes the choice, any worker but the last
+        # If no other worker takes the choice at once, any may but the last; then that one too, which may be well again.
+        may_return = isinstance(error, Unavailable)
+        avoided = itertools.chain([lost | choice.lost_with, lost], itertools.repeat(set() if may_return else lost))
         has_permit = False
         waiter = waiter_of(state.request, 0.0, is_moving=True)
         while not choice.is_over:
-            state.avoid_only(avoid)
-            avoid = lost
+            state.avoid_only(next(avoided))
             try:
                 if not has_permit:
                     self._budget.take(is_first=choice.num_losses <= 1)

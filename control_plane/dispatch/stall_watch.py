@@ -75,9 +75,12 @@ class StallWatch:
 
     def _tick(self, due: float) -> None:
         self._timer, began = None, time.perf_counter()
+        late = began - due
         try:
-            if began - due < _LATE_SECONDS:  # else this process stood still: the answers may be there, unread
+            if late < _LATE_SECONDS:
                 self.look()
+            else:  # this process stood still: the answers may be there, unread
+                self._health.stood_still(late)
         except Exception:  # our own error with one call must not end the watch of all
             log.exception("unhandled_exception", task="stall_watch")
         self._took = time.perf_counter() - began

@@ -60,6 +60,8 @@ class WorkerHealth:
     def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives monotonic seconds."""
         self._clock = clock
+        self._stood_still = 0.0
+        """Seconds in which this process did not run: no worker could answer."""
         self._registry = registry
         self._records: dict[str, Record] = {}
         self._times: dict[tuple[str, int], AnswerTimes] = {}
@@ -71,7 +73,11 @@ class WorkerHealth:
         registry.listen(self._changed)
 
     def now(self) -> float:
-        return self._clock()
+        return self._clock() - self._stood_still
+
+    def stood_still(self, seconds: float) -> None:
+        """Leave a time out of all that calls have waited: this process was stopped or starved."""
+        self._stood_still += seconds
 
     def ask_links(self, is_attached: Callable[[str], bool]) -> None:
         """Take from the links whether a worker's stream is open; until then all count as attached."""

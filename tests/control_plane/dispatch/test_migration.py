@@ -98,6 +98,22 @@ async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
         assert await stream == [answer()]
 
 
+async def test_a_stream_goes_back_to_its_worker_if_that_is_well_again_and_no_other_has_room() -> None:
+    left, full = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
+    async with harness(left, full, queue_seconds=10) as here:
+        stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(new_request())))
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        left.behave = serve
+
+        def is_over() -> bool:
+            here.report(left)  # each report lets the stream look
+            return stream.done()
+
+        await until(is_over)
+        assert await stream == [answer()]
+        assert len(left.submits) == 2 and len(full.submits) == 1
+
+
 async def test_a_stream_that_cannot_go_on_ends_in_the_error_that_stopped_it() -> None:
     async with harness(ScriptedWorker("d", behave=fail_after(2, InternalError("out of luck")))) as here:
         stream = await here.dispatcher.submit(new_request())

@@ -323,6 +323,22 @@ def test_without_peers_that_answer_a_call_waits_ten_seconds_or_eight_times_its_p
     assert world.stalled() == [short, long]
 
 
+def test_a_time_in_which_the_gateway_stood_still_is_no_silence_of_its_workers() -> None:
+    world = World("ab")
+    watch = world.send("a")
+    watch.accepted()
+    world.now += 2.0
+    world.now += 30.0
+    world.health.stood_still(30.0)
+    assert world.stalled() == []
+    world.now += 7.9
+    assert world.stalled() == []
+    world.now += 0.2
+    assert world.stalled() == [watch]
+    watch.output()
+    assert world.usable() == "ab"
+
+
 def test_nothing_is_taken_from_the_only_worker() -> None:
     world = World("a")
     world.send("a").accepted()

@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from control_plane.settings import ControlPlaneSettings
+from tests.chaos import embeddings
 from tests.chaos.http_gateway import Conditions, HttpGateway, http_client
 from tests.chaos.priorities import raise_priority
 from tests.chaos.surroundings import SECOND_GATEWAY
@@ -26,6 +27,8 @@ from tests.ports import free_ports
 from tests.system.fleet import START_SECONDS, until
 
 _OWN = ("listen", "grpc_listen", "enrolment_listen")
+_READY = ("/readyz", f"/readyz?model={embeddings.MODEL_ID}")
+"""Without a model it is ready once any model is, which says nothing of the other one."""
 _ENDED_SECONDS = 30.0
 _TRY_AGAIN_SECONDS = 0.5
 
@@ -73,7 +76,7 @@ class SecondGateway(HttpGateway):
         async def is_ready() -> bool:
             self._start_again_if_ended()
             with suppress(httpx.TransportError):
-                return (await self.http.get("/readyz")).status_code == 200
+                return all([(await self.http.get(path)).status_code == 200 for path in _READY])
             return False
 
         await until(is_ready, START_SECONDS, lambda: f"{self.name} is not ready:\n{self.tail()}")

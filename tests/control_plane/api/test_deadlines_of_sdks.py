@@ -18,7 +18,7 @@ from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatch
 
 HELLO = [*ids_of("Hello world, how are you"), 1]
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
-_SECONDS = 0.05
+_SECONDS = 0.5
 
 
 async def _openai(gateway: Gateway, path: str) -> int | None:

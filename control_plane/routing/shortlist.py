@@ -245,11 +245,9 @@ class Shortlist:
         may_take = score < _LAST / 2
         if self._health.out:
             may_take[table.rows(self._health.out)] = False
-        if rates is None:
-            weights = table.pool_weights
-            row = rendezvous.home(table, query.key, weights, loads, may_take, _LIGHT_LOAD * weights.total)
-        else:
-            row = rendezvous.home(table, query.key, table.weights(rates), loads, may_take)
+        weights = table.pool_weights if rates is None else table.weights(rates)
+        light_load = _LIGHT_LOAD * weights.total if rates is None else 0.0
+        row = rendezvous.home(table, query.key, weights, loads, may_take, light_load)
         if row is None:
             return ""
         query.homes.add(table.incarnations[row])

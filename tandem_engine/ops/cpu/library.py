@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is mapped before anything of ours
 
-from tandem_engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels, sources_digest
+from tandem_engine.ops.cpu.compile import NATIVE, SOURCES, KernelsUnavailable, compile_kernels
 from tandem_engine.ops.cpu.prebuilt import PREBUILT, usable_libraries
 
 _POINTER = ctypes.c_void_p
@@ -151,7 +151,7 @@ class Kernels:
 
 def arithmetic_name(library: ctypes.CDLL) -> str:
     """Return the name of a library's arithmetic: its bits depend on the sources and on FMA, on nothing else."""
-    return f"cpu-{'fma' if library.tandem_has_fma() else 'no-fma'}-{sources_digest()}"
+    return f"cpu-{'fma' if library.tandem_has_fma() else 'no-fma'}-{SOURCES.digest()}"
 
 
 def set_num_threads(library: ctypes.CDLL, num_threads: int, cores: Sequence[int] = ()) -> None:

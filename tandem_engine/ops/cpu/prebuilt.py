@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.ops.cpu.compile import sources_digest
+from tandem_engine.ops.cpu.compile import SOURCES
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -55,7 +55,7 @@ def levels_of(machine: str) -> tuple[Level, ...]:
 
 
 def file_name(level: Level) -> str:
-    return f"{sources_digest()}-{level.name}.so"
+    return f"{SOURCES.digest()}-{level.name}.so"
 
 
 def usable_libraries(folder: Path = PREBUILT) -> tuple[Sequence[tuple[Level, Path]], str]:

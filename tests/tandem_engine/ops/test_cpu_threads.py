@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.ops.cpu import KernelsUnavailable
-from tandem_engine.ops.cpu.compile import SOURCES, find_compiler
+from tandem_engine.ops.cpu.compile import SOURCES
+from tandem_machine.compiler import find_compiler
 
 USED_UP = """
 #include <algorithm>
@@ -39,7 +40,7 @@ int main() {
 def test_a_row_of_pieces_that_is_used_up_is_read_and_not_written(tmp_path: Path) -> None:
     """With a write, 64 threads would write 4,096 times per op to lines that all of them share."""
     try:
-        command = [find_compiler(), "-std=c++17", "-O1", "-pthread", f"-I{SOURCES}"]
+        command = [find_compiler(), "-std=c++17", "-O1", "-pthread", f"-I{SOURCES.folder}"]
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     source, program = tmp_path / "used_up.cpp", tmp_path / "used_up"

@@ -56,7 +56,7 @@ class KernelBits:
             compiler = compiler_for(machine)
         except CannotBuild as error:
             lacking(str(error))
-        flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-pthread", f"-I{SOURCES}")
+        flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-pthread", f"-I{SOURCES.folder}")
         subprocess.run([compiler, *flags, str(_PROGRAM), "-o", str(self._program), "-ldl"], check=True)
 
     def of(self, library: Path, num_threads: int = 1) -> dict[str, str]:

@@ -58,6 +58,7 @@ from control_plane.live.feed import LiveFeed
 from control_plane.live.fleet_rows import FleetRows
 from control_plane.readiness import Prober
 from control_plane.request_metrics import RequestMetrics
+from control_plane.routing.compiled_library import CompiledRouting
 from control_plane.routing.router import Router
 from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.secrets import kv_keys, load_secret
@@ -87,8 +88,16 @@ _UNANSWERED_SECONDS = 1.0
 class Gateway:
     """Owns the registry, the dispatcher and both servers of one control-plane process."""
 
-    def __init__(self, settings: ControlPlaneSettings, fleet: FleetIdentity | None = None) -> None:
-        """`fleet` is open; without it the gateway has the certificate of its settings, or none: `start.py` decides."""
+    def __init__(
+        self,
+        settings: ControlPlaneSettings,
+        fleet: FleetIdentity | None = None,
+        compiled: CompiledRouting | None = None,
+    ) -> None:
+        """`fleet` is open; without it the gateway has the certificate of its settings, or none: `start.py` decides.
+
+        `compiled`: what routing has of C++; None: numpy does the same.
+        """
         self._settings = settings
         self._fleet = fleet
         state_dir = paths.state_dir(settings.state_dir or None, "--state-dir")
@@ -130,11 +139,11 @@ class Gateway:
         )
         proofs = ReadinessProofs(self.registry)
         self.health = WorkerHealth(self.registry)
-        prefixes = SamplePointIndex(settings.prefix_index_blocks)
+        prefixes = SamplePointIndex(settings.prefix_index_blocks, compiled=compiled)
         self._block_events = BlockEventReader(
             prefixes, self.registry, incarnation, self.member, on_heartbeat=partial(take_relayed, self.registry)
         )
-        router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
+        router = Router(self.registry, settings.local_prefill, prefixes, health=self.health, compiled=compiled)
         self.dispatcher = self.make_dispatcher(router, proofs)
         grants = self.dispatcher.rooms.num_granted, self._encoder_clients.num_granted
         admission_counts.export((self.dispatcher.queue, self._encoders.queue), *grants)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from control_plane.compiled_routing import load_routing
 from control_plane.fleet_identity.addresses import JOIN_FOLDER
 from control_plane.fleet_identity.service import FleetIdentity, IdentityOptions
 from control_plane.gateway import Gateway
@@ -26,12 +27,13 @@ async def serve(settings: ControlPlaneSettings, drain: asyncio.Event) -> int:
 
     Return the exit status: 0, or 1 if this gateway was revoked.
     """
+    compiled = await asyncio.to_thread(load_routing)
     has_files = any((settings.tls_cert, settings.tls_key, settings.tls_ca))
     if has_files or settings.allows_plaintext:
-        return await Gateway(settings).run(drain)
+        return await Gateway(settings, compiled=compiled).run(drain)
     async with open_fleet(settings) as fleet:
         fleet.when_revoked(drain.set)
-        code = await Gateway(settings, fleet).run(drain)
+        code = await Gateway(settings, fleet, compiled).run(drain)
         return _EXIT_REVOKED if fleet.is_revoked else code
 
 

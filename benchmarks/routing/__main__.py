@@ -28,6 +28,7 @@ from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile
 from control_plane.block_chain import BlockHashes
+from control_plane.compiled_routing import load_routing
 from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
@@ -83,8 +84,9 @@ class Fleet:
     def __init__(self, size: Size) -> None:
         self._size, self._rng = size, random.Random(1)
         self._registry = WorkerRegistry(1e9, 1e9)
-        index = SamplePointIndex(max_blocks=max(1_000_000, size.num_blocks))
-        self.router = Router(self._registry, prefixes=index, rng=random.Random(2))
+        compiled = load_routing()
+        index = SamplePointIndex(max(1_000_000, size.num_blocks), compiled=compiled)
+        self.router = Router(self._registry, prefixes=index, rng=random.Random(2), compiled=compiled)
         self._spaces: dict[str, bytes] = {}
         for number in range(-(-size.num_workers // _WORKERS_PER_HOST)):
             self._add_kv_service(number)

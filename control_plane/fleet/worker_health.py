@@ -108,17 +108,18 @@ class WorkerHealth:
 
     def _in_time(self, well: list[Worker]) -> list[Worker]:
         """Return the workers without an overdue call."""
-        now, records, waiting = self.now(), self._records, {}
+        now, records, ratio, overdue = self.now(), self._records, None, set()
         for worker in well:
             record = records.get(worker.incarnation)
             if record is None or not record.waiting:
                 continue
             oldest = next(iter(record.waiting))
-            if now - oldest.sent_at >= SLOW_SECONDS:
-                waiting[worker.incarnation] = oldest
-        if not waiting or (ratio := self._times_of(well[0]).usual_ratio(self._out)) is None:
-            return well
-        overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, ratio, now)}
+            if now - oldest.sent_at < SLOW_SECONDS:
+                continue
+            if ratio is None and (ratio := self._times_of(worker).usual_ratio(self._out)) is None:
+                return well
+            if _is_overdue(oldest, ratio, now):
+                overdue.add(worker.incarnation)
         return [worker for worker in well if worker.incarnation not in overdue] if overdue else well
 
     def _least_bad(self, workers: list[Worker]) -> list[Worker]:

@@ -18,11 +18,21 @@ MAX_COMPARED = 8
 
 
 class ComparedDecode(NamedTuple):
+    """A decode worker, compared. Ordered by costs, then by name."""
+
+    cost: tuple[bool, float]
+    """Whether its pool seems full, and the predicted milliseconds of prompt and answer."""
+    worker_id: str
     estimate: PrefillEstimate
     local_ms: float
-    """Until this worker would have computed the prompt itself, the delay of its other answers included."""
+    """Until the worker would have computed the prompt itself, the delay of its other answers included."""
     load: float
-    """The share of its pool's tokens that would be in flight."""
+    """The share of its pool's tokens that would be in flight with this request."""
+    is_handed_over: bool
+    prefill: PrefillEstimate | None
+    """The best one for this decode worker; None: the prompt cannot be handed over there."""
+    hand_over_ms: float
+    """Until this worker would have the cache from there."""
 
 
 class Comparison(NamedTuple):
@@ -84,18 +94,19 @@ class Comparison(NamedTuple):
         return self.reader.cost(shows, figures.host_id, pair)
 
     def _decode_candidates(self, chosen: str) -> Iterator[Candidate]:
-        for estimate, local_ms, load in self.decodes:
+        for compared in self.decodes:
+            estimate = compared.estimate
             yield Candidate(
                 "decode",
-                estimate.worker.worker_id,
-                local_ms,
+                compared.worker_id,
+                compared.local_ms,
                 estimate.queue_ms,
                 estimate.load_ms,
                 estimate.compute_ms,
                 None,
                 CachedTokens(estimate.cached.own, estimate.cached.host, estimate.cached.remote),
-                load,
-                is_chosen=estimate.worker.worker_id == chosen,
+                compared.load,
+                is_chosen=compared.worker_id == chosen,
             )
 
     def _runner_up(self, candidates: Sequence[Candidate], prefill_id: str, decode_id: str) -> Candidate | None:

@@ -247,16 +247,22 @@ class CostModel:
         self, workers: Sequence[Worker], request: RoutingRequest, match: PrefixMatch
     ) -> list[PrefillEstimate]:
         """Return the same for several workers of one role."""
+        if not workers:
+            return []
         cached, num_missing, load_ms = NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
         address = source_id = ""
         sources = _Sources(self._registry, match) if match.pools or match.hosts else None
-        typical: float | None = None
+        is_prefill, typical = workers[0].role == _PREFILL, 0.0
+        num_mine = self._in_flight.prefill_tokens.get  # `[]` of a Counter is slow if it has none
         estimates = []
         for worker in workers:
-            rate = self.measured_rate(worker)
+            rate = self._prefill_rates.of(worker.incarnation) if is_prefill else self.computed_rate(worker)
             if not rate:
                 rate = typical = typical or self.typical_rate(*_peers(worker))
-            queue_ms = 1000.0 * self._num_queued(worker, rate) / rate
+            num_queued = num_mine(worker.incarnation, 0)
+            if is_prefill:
+                num_queued = self._num_left(worker, rate, num_queued)
+            queue_ms = 1000.0 * num_queued / rate
             if sources is not None:
                 cached, num_missing, load_ms = self._cached(worker, rate, request, match, sources)
                 address, source_id = (sources.address, sources.worker_id) if cached.remote else ("", "")
@@ -270,10 +276,10 @@ class CostModel:
         self, worker: Worker, rate: float, request: RoutingRequest, match: PrefixMatch, sources: _Sources
     ) -> tuple[CachedPrefix, int, float]:
         """Return what is cached for a worker, the tokens left to compute, and the milliseconds of loading."""
-        figures, size = worker.figures, request.grain
+        figures, size, num_tokens = worker.figures, request.grain, request.num_prompt_tokens
         own, host, remote, remote_host = match.seen_from(worker.incarnation, figures.host_id)
         if not (own or host or remote):
-            return NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
+            return NOTHING_CACHED, max(1, num_tokens), 0.0
         bytes_per_grain = figures.bytes_per_block * size / (figures.tokens_per_block or size)
         num_found = load_ms = 0.0
         if host:
@@ -287,7 +293,9 @@ class CostModel:
             else:
                 load_ms += fetch_ms
                 num_found += num_fetched
-        num_missing = max(1, round(request.num_prompt_tokens - size * own - num_found))
+        if not (own or host or remote):
+            return NOTHING_CACHED, max(1, num_tokens), 0.0
+        num_missing = max(1, round(num_tokens - size * own - num_found))
         return CachedPrefix(size * own, size * host, size * remote, remote_host), num_missing, load_ms
 
     def _remote_hit_rate(self, from_host: str, to_host: str) -> float:
@@ -327,12 +335,15 @@ class CostModel:
 
         A prefill worker has gone on computing since its report: a report of a second ago says busy of one that idles.
         """
-        return self._num_queued(worker, self.tokens_per_second(worker))
+        num_mine = self._in_flight.prefill_tokens.get(worker.incarnation, 0)
+        if worker.role != _PREFILL:
+            return num_mine
+        return self._num_left(worker, self.tokens_per_second(worker), num_mine)
 
-    def _num_queued(self, worker: Worker, rate: float) -> int:
-        num_mine = self._in_flight.prefill_tokens.get(worker.incarnation, 0)  # `[]` of a Counter is slow if it has none
+    def _num_left(self, worker: Worker, rate: float, num_mine: int) -> int:
+        """Return the tokens that wait at a prefill worker, to which this gateway has sent `num_mine`."""
         num_reported = worker.figures.num_tokens_in_flight
-        if worker.role != _PREFILL or num_reported <= num_mine:
+        if num_reported <= num_mine:
             return num_mine
         num_computed_since = round((self._clock() - worker.last_heartbeat) * rate)
         return max(num_mine, num_reported - max(0, num_computed_since))

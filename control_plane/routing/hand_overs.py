@@ -62,6 +62,12 @@ class Pair(NamedTuple):
     ms_per_byte: float
 
 
+class _Found(NamedTuple):
+    pair: Pair
+    until: float
+    """When it is found anew, monotonic seconds; inf: once something has changed."""
+
+
 class Known(NamedTuple):
     """What a pair is made of."""
 
@@ -164,8 +170,13 @@ class HandOvers:
         """Of the hosts' KV services."""
         self._host_at: dict[str, str] = {}
         """The hosts by these addresses."""
-        self._pairs: dict[tuple[str, str], tuple[Pair, float]] = {}
-        """As they were found last, and until when that counts."""
+        self._pairs: dict[str, dict[str, _Found]] = {}
+        """By the host that blocks are moved to, and by that from where: as they were found last.
+
+        Of most pairs nothing is known. Those with one host are one object: new ones would be work for the collector.
+        """
+        self._num_pairs = 0
+        self._strangers: dict[str, _Found] = {}
         self._listeners: list[Listener] = []
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
@@ -194,20 +205,31 @@ class HandOvers:
         return Reader(host_id, size, num_bytes, max(0.0, num_wanted - arena.free_bytes))
 
     def pair(self, from_host: str, to_host: str) -> Pair:
-        key = from_host, to_host
-        found, now = self._pairs.get(key), self._clock()
-        if found is not None and now < found[1]:
-            return found[0]
+        """Return what moving blocks takes, as of this second."""
+        to_here = self._pairs.get(to_host)
+        found = None if to_here is None else to_here.get(from_host)
+        if found is None or (found.until < math.inf and found.until <= self._clock()):
+            found = self._found(from_host, to_host)
+            if self._num_pairs >= 4 * MAX_PAIRS:
+                self._forget_pairs()
+            to_here = self._pairs.setdefault(to_host, {})
+            self._num_pairs += from_host not in to_here
+            to_here[from_host] = found
+        return found.pair
+
+    def _found(self, from_host: str, to_host: str) -> _Found:
+        if not self.no_strangers(from_host, (to_host,)):
+            found = self._strangers.get(to_host)
+            if found is None:
+                assumed_ms, ms_per_byte, _, _ = self.of_strangers(to_host)
+                found = self._strangers[to_host] = _Found(Pair(assumed_ms, ms_per_byte), math.inf)
+            return found
         fixed_ms, ms_per_byte, learnt_ms, learnt_at = self.known(from_host, to_host)
-        until = math.inf
-        if learnt_at > -math.inf:
-            fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
-            until = now + REFRESH_SECONDS
-        pair = Pair(fixed_ms, ms_per_byte)
-        if len(self._pairs) >= 4 * MAX_PAIRS:
-            self._pairs.clear()
-        self._pairs[key] = pair, until
-        return pair
+        if learnt_at == -math.inf:
+            return _Found(Pair(fixed_ms, ms_per_byte), math.inf)
+        now = self._clock()
+        fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
+        return _Found(Pair(fixed_ms, ms_per_byte), now + REFRESH_SECONDS)
 
     def known(self, from_host: str, to_host: str) -> Known:
         """Return what a pair is made of."""
@@ -296,14 +318,21 @@ class HandOvers:
                 self._pair_changed((self._host_at.get(address, ""), host_id))
 
     def _host_changed(self, host_id: str) -> None:
-        self._pairs.clear()
+        self._forget_pairs()
         for listener in self._listeners:
             listener.host_changed(host_id)
 
     def _pair_changed(self, key: tuple[str, str]) -> None:
-        self._pairs.pop(key, None)
+        from_host, to_host = key
+        if self._pairs.get(to_host, {}).pop(from_host, None) is not None:
+            self._num_pairs -= 1
         for listener in self._listeners:
             listener.pair_changed(*key)
+
+    def _forget_pairs(self) -> None:
+        self._pairs.clear()
+        self._strangers.clear()
+        self._num_pairs = 0
 
 
 @lru_cache(maxsize=1 << 15)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from control_plane.routing.compiled_library import address
 from control_plane.routing.hand_overs import HALF_LIFE_SECONDS, REFRESH_SECONDS, HandOvers, Shown
 
 Floats = npt.NDArray[np.float64]
@@ -23,13 +24,17 @@ class _Row:
         """`known`: the fields of `Known`; [4, hosts]."""
         self.known = known
         self.ms_per_byte: Floats = known[1]
-        self.fixed_ms: Floats = known[0]
+        self.fixed_ms: Floats = known[0].copy()
+        self.addresses = address(self.ms_per_byte), address(self.fixed_ms)
+        """Of these two arrays, which are changed and not made anew."""
         self.until = 0.0
 
     def refresh(self, now: float) -> None:
         """Let what was learnt return to what is assumed."""
         assumed_ms, _, learnt_ms, learnt_at = self.known
-        self.fixed_ms = assumed_ms + np.exp2((learnt_at - now) / HALF_LIFE_SECONDS) * (learnt_ms - assumed_ms)
+        np.exp2((learnt_at - now) / HALF_LIFE_SECONDS, out=self.fixed_ms)
+        self.fixed_ms *= learnt_ms - assumed_ms
+        self.fixed_ms += assumed_ms
         self.until = now + REFRESH_SECONDS
 
 
@@ -38,60 +43,62 @@ class PairColumns:
 
     def __init__(self, hosts: Iterable[str], hand_overs: HandOvers, clock: Callable[[], float]) -> None:
         self.hosts = tuple(hosts)
-        self._places = {host: place for place, host in enumerate(self.hosts)}
+        self.places = {host: place for place, host in enumerate(self.hosts)}
         self._hand_overs, self._clock = hand_overs, clock
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """By prefill host, the one that was refreshed last at the end."""
-        self._strangers = np.array([hand_overs.of_strangers(host) for host in self._places]).T
+        self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places]).T
         """The fields of `Known` of a prefill host of which nothing is known; [4, hosts]."""
-        self._arenas = np.array([hand_overs.arena(host) for host in self._places]).T
+        self._arenas = np.array([hand_overs.arena(host) for host in self.places]).T.copy("C")
         """Free bytes and those of a window; [2, hosts]."""
-        self._least_free = self._arenas[0].min()
+        self.arena_addresses = address(self._arenas[0]), address(self._arenas[1])
+        self.least_free = float(self._arenas[0].min())
 
     def ms(self, shown: Shown, from_host: str, bytes_per_token: float) -> Floats:
         """Return `HandOverCost.ms` of a prompt of which a worker has nothing; [hosts]."""
-        row = self._row(from_host)
+        row = self.row(from_host)
         num_bytes, last = shown.num_tokens * bytes_per_token, shown.num_last_tokens * bytes_per_token
         found: Floats = row.ms_per_byte * num_bytes
         if last < num_bytes:
             found -= shown.overlap_ms
             np.maximum(found, row.ms_per_byte * last, out=found)
         found += row.fixed_ms
-        if num_bytes > self._least_free:
+        if num_bytes > self.least_free:
             free, window = self._arenas
             lacking = np.maximum(0.0, np.minimum(num_bytes, 2 * window) - free)
-            if (place := self._places.get(from_host)) is not None:
+            if (place := self.places.get(from_host)) is not None:
                 lacking[place] = 0.0
             found += lacking * row.ms_per_byte
         return found
 
     def pair_changed(self, from_host: str, to_host: str) -> None:
-        row, place = self._rows.get(from_host), self._places.get(to_host)
+        row, place = self._rows.get(from_host), self.places.get(to_host)
         if row is not None and place is not None:
             row.known[:, place] = self._hand_overs.known(from_host, to_host)
             row.until = 0.0
 
     def host_changed(self, host_id: str) -> None:
         self._rows.pop(host_id, None)
-        if (place := self._places.get(host_id)) is not None:
+        if (place := self.places.get(host_id)) is not None:
             self._strangers[:, place] = self._hand_overs.of_strangers(host_id)
         for from_host in self._rows:
             self.pair_changed(from_host, host_id)
 
     def arena_changed(self, host_id: str) -> None:
-        place = self._places.get(host_id)
+        place = self.places.get(host_id)
         if place is not None:
             self._arenas[:, place] = self._hand_overs.arena(host_id)
-            self._least_free = self._arenas[0].min()
+            self.least_free = float(self._arenas[0].min())
 
-    def _row(self, from_host: str) -> _Row:
+    def row(self, from_host: str) -> _Row:
+        """Return what hand-overs from a host take, as of this second."""
         row, now = self._rows.get(from_host), self._clock()
         if row is None:
             known = self._strangers.copy("C")
-            for host in self._hand_overs.no_strangers(from_host, self._places):
-                known[:, self._places[host]] = self._hand_overs.known(from_host, host)
+            for host in self._hand_overs.no_strangers(from_host, self.places):
+                known[:, self.places[host]] = self._hand_overs.known(from_host, host)
             row = self._rows[from_host] = _Row(known)
-            while len(self._rows) > max(1, _MAX_PAIRS // len(self._places)):
+            while len(self._rows) > max(1, _MAX_PAIRS // len(self.places)):
                 self._rows.popitem(last=False)
         if now >= row.until:
             row.refresh(now)

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import nsmallest
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from control_plane.explain.explanation import RouteExplanation
@@ -14,6 +13,8 @@ from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import WorkerFigures
 from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, Comparison
+from control_plane.routing.compiled_library import CompiledRouting
+from control_plane.routing.compiled_scoring import CompiledScoring
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
     EXPECTED_ANSWER_TOKENS,
@@ -26,6 +27,7 @@ from control_plane.routing.cost_model import (
 from control_plane.routing.groups import TIE, Group, preferences
 from control_plane.routing.hand_over_ways import HandOverWays
 from control_plane.routing.sample_points import SamplePointIndex
+from control_plane.routing.scoring import NumpyScoring
 from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from control_plane.routing.shortlist import Query, Shortlist, could_hold, could_hold_choices, largest_pool
 from control_plane.routing.worker_columns import WorkerColumns
@@ -100,23 +102,6 @@ class Route(NamedTuple):
         }
 
 
-class _Option(NamedTuple):
-    """A decode worker, compared. Ordered by costs, then by name."""
-
-    cost: tuple[bool, float]
-    worker_id: str
-    estimate: PrefillEstimate
-    local_ms: float
-    """Until the worker would have computed the prompt itself, the delay of its other answers included."""
-    load: float
-    """The share of its pool's tokens that would be in flight with this request."""
-    is_handed_over: bool
-    prefill: PrefillEstimate | None
-    """The best one for this decode worker; None: the prompt cannot be handed over there."""
-    hand_over_ms: float
-    """Until this worker would have the cache from there."""
-
-
 class Router:
     """Chooses by tokens in flight per worker, free KV blocks, measured speeds and the places of the prompt's blocks."""
 
@@ -128,8 +113,12 @@ class Router:
         rng: random.Random | None = None,
         health: WorkerHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
+        compiled: CompiledRouting | None = None,
     ) -> None:
-        """`rng` decides between workers whose costs are about equal, and draws groups. `clock` gives seconds."""
+        """`rng` decides between workers whose costs are about equal, and draws groups. `clock` gives seconds.
+
+        `compiled`: None: numpy does the same.
+        """
         self._rng = rng or random.Random()  # seeded by the system: two gateways do not choose alike
         self._registry = registry
         self._local_prefill = local_prefill
@@ -139,7 +128,8 @@ class Router:
         self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
         self._columns = WorkerColumns(registry, self.in_flight, self.costs)
-        self._shortlist = Shortlist(registry, self.costs, self.health, self._rng, clock)
+        scoring = CompiledScoring(compiled, self.costs, clock) if compiled else NumpyScoring(self.costs, clock)
+        self._shortlist = Shortlist(registry, self.costs, self.health, scoring, self._rng, clock)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.
@@ -285,14 +275,15 @@ class Router:
         request: RoutingRequest,
         ways: HandOverWays | None,
         hand_over: HandOver,
-    ) -> list[_Option]:
+    ) -> list[ComparedDecode]:
         """Order workers by whether the prompt's blocks seem to fit, then by the predicted time of prompt and answer.
 
         The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Of workers
         that are about as good as the best, one at random comes first.
         """
         measured = [ms for estimate in local if (ms := estimate.worker.figures.step_ms) is not None]
-        answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (fmean(measured) if measured else ASSUMED_STEP_MS)
+        step_ms = sum(measured) / len(measured) if measured else ASSUMED_STEP_MS
+        answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * step_ms
         num_prompt_tokens, num_tokens = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         sent, options = self.in_flight.decode_tokens, []
         for estimate in local:
@@ -308,7 +299,7 @@ class Router:
             is_tight = figures.free_tokens < num_prompt_tokens + num_mine - figures.num_tokens_in_flight
             cost = is_tight, prompt_ms + answer_ms * load
             options.append(
-                _Option(cost, worker.worker_id, estimate, local_ms, load, is_handed_over, prefill, hand_over_ms)
+                ComparedDecode(cost, worker.worker_id, estimate, local_ms, load, is_handed_over, prefill, hand_over_ms)
             )
         options.sort()
         best = options[0]
@@ -321,7 +312,7 @@ class Router:
             options.insert(0, options.pop(first))
         return options
 
-    def _with_affinity(self, options: list[_Option], query: Query) -> list[_Option]:
+    def _with_affinity(self, options: list[ComparedDecode], query: Query) -> list[ComparedDecode]:
         """Put the session's last worker first, or that of the request's key, unless it is much busier than the best."""
         best = options[0]
         for place, option in enumerate(options):
@@ -354,8 +345,9 @@ class Router:
         if not ordered:
             return None
         least_ms = ordered[0][0]
+        most_ms = _most_ms(least_ms)
         for total_ms, _, estimate in ordered:
-            if total_ms > _most_ms(least_ms):
+            if total_ms > most_ms:
                 break
             if self._is_home(estimate, query):
                 return estimate
@@ -369,7 +361,7 @@ class Router:
         request: RoutingRequest,
         prefills: Sequence[PrefillEstimate],
         best: PrefillEstimate | None,
-        decodes: Sequence[_Option],
+        decodes: Sequence[ComparedDecode],
     ) -> Comparison:
         """Keep what an explanation shows of the decision: a few workers of each role, with their figures of now."""
         if len(prefills) > MAX_COMPARED:  # the session's worker may not be among the soonest
@@ -379,7 +371,7 @@ class Router:
         return Comparison(
             prefills,
             [pair(each.worker.figures.host_id, to_host) for each in prefills],
-            [ComparedDecode(each.estimate, each.local_ms, each.load) for each in decodes[:MAX_COMPARED]],
+            decodes[:MAX_COMPARED],
             num_tokens,
             hand_overs.reader(first.worker, num_tokens, first.cached.own),
             may_hand_over=request.hand_over != "never",
@@ -388,7 +380,7 @@ class Router:
     def _handed_over_route(
         self,
         prefill: PrefillEstimate,
-        first: _Option,
+        first: ComparedDecode,
         decodes: tuple[Worker, ...],
         group: Group,
         comparison: Comparison,
@@ -406,7 +398,7 @@ class Router:
     def _local_route(
         self,
         prefill: PrefillEstimate | None,
-        ranked: Sequence[_Option],
+        ranked: Sequence[ComparedDecode],
         decodes: tuple[Worker, ...],
         comparison: Comparison,
         *,

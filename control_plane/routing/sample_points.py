@@ -14,6 +14,7 @@ never changes an answer.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from control_plane.block_chain import BlockHashes
+from control_plane.block_chain import BlockHashes, packed_hashes
+from control_plane.routing.compiled_library import CompiledRouting, IndexMemory, address
 from control_plane.routing.place_table import MAX_PLACE_ID, PlaceTable
 from control_plane.routing.prefix_index import PrefixMatch
 from tandem_engine.scheduling.block_hash import NUM_HASH_BYTES
@@ -72,8 +74,16 @@ class _Lesson(NamedTuple):
 class SamplePointIndex:
     """A bounded index from sample points to places. Used on one event loop; nothing in it waits."""
 
-    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_blocks`: the index has room for a point for each eight of them; 3.5 bytes a block."""
+    def __init__(
+        self,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        clock: Callable[[], float] = time.monotonic,
+        compiled: CompiledRouting | None = None,
+    ) -> None:
+        """`max_blocks`: the index has room for a point for each eight of them; 3.5 bytes a block.
+
+        `compiled`: finds places; None: numpy does.
+        """
         num_buckets = max(1, max_blocks // _BLOCKS_PER_POINT // _WAYS)
         self._num_buckets = np.array(num_buckets, np.uint64)  # faster in a product than a scalar
         self._keys = np.zeros((num_buckets, _WAYS), np.uint64)  # 0: the slot is empty
@@ -86,6 +96,12 @@ class SamplePointIndex:
         self._table = PlaceTable()
         self._clock = clock
         self._lessons: deque[_Lesson] = deque()
+        self._compiled = compiled
+        self._found = np.zeros((MAX_PLACE_ID + 1 if compiled else 0, 2), np.int32)
+        self._memory = IndexMemory(
+            address(self._keys), address(self._places), num_buckets, address(self._found) if compiled else None
+        )
+        self._address = ctypes.addressof(self._memory)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._keys))
@@ -113,6 +129,8 @@ class SamplePointIndex:
     def find(self, block_hashes: Sequence[bytes], space: bytes = b"") -> PrefixMatch:
         """Return how many leading blocks each place has: those up to the last point that names the place."""
         self._settle()
+        if self._compiled is not None:
+            return self._find_compiled(self._compiled, block_hashes, space)
         num_points = num_sample_points(len(block_hashes))
         points = self._rows_at(block_hashes, sample_positions(num_points), space) if num_points else []
         if not points:
@@ -121,6 +139,18 @@ class SamplePointIndex:
         stop = min(len(block_hashes), next_sample_point(base))
         ends = self._rows_at(block_hashes, np.arange(base + 1, stop), space) if base + 1 < stop else []
         return self._deepest(points, ends)
+
+    def _find_compiled(self, compiled: CompiledRouting, block_hashes: Sequence[bytes], space: bytes) -> PrefixMatch:
+        packed = packed_hashes(block_hashes)
+        number = compiled.find_places(self._address, packed, len(block_hashes), _leading_bytes(space))
+        if not number:
+            return PrefixMatch()
+        pools: dict[str, int] = {}
+        stores: dict[str, int] = {}
+        for place, num_blocks in self._found[:number].tolist():
+            if name := self._table.name(place & MAX_PLACE_ID):
+                (stores if place > MAX_PLACE_ID else pools)[name] = num_blocks
+        return PrefixMatch(pools, stores)
 
     def _deepest(self, points: Sequence[tuple[int, list[int]]], ends: Sequence[tuple[int, list[int]]]) -> PrefixMatch:
         """Return the blocks of each place, by the last point that names it; points and ends in chain order.
@@ -407,8 +437,11 @@ def _keys_at(block_hashes: Sequence[bytes], positions: _Ints, space: bytes) -> K
         hashes = np.frombuffer(block_hashes.packed, "<u8").take(positions * (NUM_HASH_BYTES // 8))
     else:
         hashes = np.frombuffer(b"".join([block_hashes[position][:8] for position in positions.tolist()]), "<u8")
-    keys = hashes ^ np.uint64(int.from_bytes(space[:8], "little"))
-    return _not_zero(keys)
+    return _not_zero(hashes ^ np.uint64(_leading_bytes(space)))
+
+
+def _leading_bytes(space: bytes) -> int:
+    return int.from_bytes(space[:8], "little")
 
 
 def _not_zero(keys: Keys) -> Keys:

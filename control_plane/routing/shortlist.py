@@ -1,7 +1,7 @@
-"""Scores all workers of a table at once, and lets the few go on to the comparison that could win it.
+"""Lets the few workers of a table go on to the comparison that could win it, by the scores of all.
 
-The scores leave out caches and links: workers that have a part of the prompt, and the session's last one, are
-candidates whatever their score. `Router` compares the candidates with all that is known.
+The scores leave out caches: workers that have a part of the prompt, and the session's last one, are candidates whatever
+their score. `Router` compares the candidates with all that is known.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ import numpy as np
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing import rendezvous
-from control_plane.routing.comparison import MAX_COMPARED
-from control_plane.routing.cost_model import (
-    ASSUMED_STEP_MS,
-    EXPECTED_ANSWER_TOKENS,
-    CostModel,
-    HandOver,
-    PrefillEstimate,
-    RoutingRequest,
-)
-from control_plane.routing.groups import TIE, Group
+from control_plane.routing.cost_model import CostModel, HandOver, PrefillEstimate, RoutingRequest
+from control_plane.routing.groups import Group
 from control_plane.routing.pair_columns import PairColumns
 from control_plane.routing.prefix_index import PrefixMatch
+from control_plane.routing.scoring import (
+    NUM_CANDIDATES,
+    Choice,
+    Scored,
+    Scoring,
+    Way,
+    is_short,
+    num_picked,
+    num_queued,
+    pick,
+    rates_of,
+)
 from control_plane.routing.session_affinity import SessionRoute
 from control_plane.routing.worker_table import (
     ANSWER_RATE,
     ANSWERS,
-    BEAT,
     BLOCK,
-    DELAY,
     HELD,
     LARGEST,
-    MY_PROMPTS,
-    MY_QUEUE,
     POOL,
-    REPORTED,
-    ROOM,
     WAITS,
     Bools,
     Floats,
@@ -50,16 +48,12 @@ from control_plane.routing.worker_table import (
 )
 from tandem.v1 import types_pb2 as pb
 
-NUM_CANDIDATES = 4
-"""Of a table with more workers than an explanation shows. A shorter one is compared whole."""
 _NUM_HOLDERS = 2
 """Candidates for the sake of their pools, and as many for that of their hosts' stores."""
-_ROUNDS = (NUM_CANDIDATES, 4 * NUM_CANDIDATES, 16 * NUM_CANDIDATES, 64 * NUM_CANDIDATES)
+_NUM_OTHERS = 2
+"""Candidates beside those, at least."""
+_LATER_ROUNDS = (4 * NUM_CANDIDATES, 16 * NUM_CANDIDATES, 64 * NUM_CANDIDATES)
 """Workers that are looked at, until one of them is well."""
-_LIGHT_LOAD = 0.125
-"""Of all pools' tokens. With less held, steps are as short as they get, and keys stay where every gateway looks."""
-_LAST = 1e12
-"""Added to the score of workers that come after all others."""
 
 
 @dataclass(eq=False)
@@ -100,19 +94,17 @@ class Shortlist:
         registry: WorkerRegistry,
         costs: CostModel,
         health: WorkerHealth,
+        scoring: Scoring,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._registry, self._costs, self._health = registry, costs, health
+        self._registry, self._costs, self._health, self._scoring = registry, costs, health, scoring
         self._rng, self._clock = rng, clock
 
     def prefills(self, table: WorkerTable, query: Query, among: Collection[str] | None = None) -> list[Worker]:
         """Return the prefill workers that may have the prompt soonest."""
-        rates = self._rates(table)
-        queued = self._num_queued(table, rates)
-        score = (queued + query.request.num_prompt_tokens) / rates
-        home = self._home(table, query, query.last.prefill, queued, score, rates)
-        return self._candidates(table, score, query, home, among)
+        scored = self._scoring.prefills(table, query.request, self._choice(table, query, query.last.prefill))
+        return self._candidates(table, scored, query, query.last.prefill, among)
 
     def decodes(
         self,
@@ -128,32 +120,13 @@ class Shortlist:
         """
         if query.numerics_class not in ("", table.key.numerics_class):
             return []
-        request, columns = query.request, table.columns
-        num_tokens = request.num_prompt_tokens + request.max_tokens
-        score = columns[HELD] + num_tokens
-        score /= table.pool_weights.of_rows
-        score *= min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * (table.step_ms or ASSUMED_STEP_MS)
-        is_short = len(table) <= MAX_COMPARED  # all are compared: nobody reads what the prompt takes
-        hand_over_ms = None if is_short or prefill is None else self._hand_over_ms(table, request, prefill)
-        if hand_over_ms is not None and hand_over == "always":
-            score += hand_over_ms
-        elif hand_over_ms is not None:
-            local_ms = self._local_ms(table, request)
-            score += np.minimum(local_ms, hand_over_ms)
-        elif not is_short:
-            score += self._local_ms(table, request)
-        are_late = columns[ROOM] < request.num_prompt_tokens
-        if 0 < np.count_nonzero(are_late) < len(table):
-            score[are_late] += _LAST
-        if table.least_largest < num_tokens:
-            score[columns[LARGEST] < num_tokens] = np.inf
-        if prefill is not None and hand_over_ms is not None:
-            best = score.argmin()
-            if hand_over == "always" or local_ms[best] >= hand_over_ms[best]:
-                score -= prefill.total_ms  # the same for all that are about as good: the rest is compared
-        home = self._home(table, query, query.last.decode, columns[HELD], score)
-        found = self._candidates(table, score, query, home, among)
-        return self._with_an_idle_one(table, score, found) if among is None else found
+        way = None
+        if prefill is not None and not is_short(table):
+            way = self._way(table, query.request, prefill, is_forced=hand_over == "always")
+        choice = self._choice(table, query, query.last.decode)
+        scored = self._scoring.decodes(table, query.request, way, choice)
+        found = self._candidates(table, scored, query, query.last.decode, among)
+        return self._with_an_idle_one(table, scored.score, found) if among is None else found
 
     def least_bad(self, tables: Iterable[WorkerTable], avoid: Collection[str]) -> set[str]:
         """Return the workers to use when none is well."""
@@ -173,38 +146,18 @@ class Shortlist:
 
     # ---------------------------------------------------------------------------------------------------- columns
 
-    def _rates(self, table: WorkerTable) -> Floats:
-        """Return the prompt tokens per second of each worker; the mean of its peers before its first prompt."""
-        key = table.key
-        return table.rates(lambda: self._costs.typical_rate(key.model_id, key.numerics_class, key.role))
-
-    def _num_queued(self, table: WorkerTable, rates: Floats) -> Floats:
-        """Return `CostModel.num_queued` of each prefill worker."""
-        since = self._clock() - table.columns[BEAT]
-        since *= rates
-        queued: Floats = np.maximum(table.columns[MY_PROMPTS], table.columns[REPORTED] - since)
-        return queued
-
-    def _local_ms(self, table: WorkerTable, request: RoutingRequest) -> Floats:
-        """Return `CostModel.local_ms` of each worker, were nothing cached."""
-        local_ms = table.columns[DELAY] * request.num_prompt_tokens
-        local_ms += table.columns[MY_QUEUE]
-        local_ms /= self._rates(table)
-        return local_ms
-
-    def _hand_over_ms(self, table: WorkerTable, request: RoutingRequest, prefill: PrefillEstimate) -> Floats:
-        """Return when each worker would have the cache from a prefill worker, were nothing cached there."""
+    def _way(self, table: WorkerTable, request: RoutingRequest, prefill: PrefillEstimate, *, is_forced: bool) -> Way:
+        """Return the hand-over from a prefill worker to the workers of a table."""
         if table.pairs is None:
             table.pairs = PairColumns(table.hosts.ids, self._costs.hand_overs, self._clock)
-        shown, figures = self._costs.shown(prefill, request.num_prompt_tokens), table.workers[0].figures
-        of_hosts = table.pairs.ms(shown, prefill.worker.figures.host_id, figures.bytes_per_token)
-        of_hosts += prefill.total_ms
-        return of_hosts.take(table.host_numbers)
+        shown, from_host = self._costs.shown(prefill, request.num_prompt_tokens), prefill.worker.figures.host_id
+        bytes_per_token = table.workers[0].figures.bytes_per_token
+        return Way(table.pairs, shown, from_host, bytes_per_token, prefill.total_ms, is_forced)
 
     def _free_speed(self, table: WorkerTable, out: Collection[str]) -> float:
         """Return prompt tokens per second; a queue of a second halves them."""
-        rates = self._rates(table)
-        speeds = rates / (1 + self._num_queued(table, rates) / rates)
+        rates = rates_of(table, self._costs)
+        speeds = rates / (1 + num_queued(table, rates, self._clock()) / rates)
         speeds[table.rows(out)] = 0.0
         return float(speeds.sum())
 
@@ -221,57 +174,43 @@ class Shortlist:
 
     # --------------------------------------------------------------------------------------------------- choosing
 
-    def _home(
-        self,
-        table: WorkerTable,
-        query: Query,
-        last: str,
-        loads: Floats,
-        score: Floats,
-        rates: Floats | None = None,
-    ) -> str:
-        """Return the worker that the request had better go to: its session's last one, or that of its key; or "".
+    def _choice(self, table: WorkerTable, query: Query, last: str) -> Choice:
+        """Return which workers a request may go to. `last`: its session's last worker of the table's role, or "".
 
-        `rates`: keys are spread by these; None: by the workers' pools, while they are nearly empty whatever they hold.
-        Where workers of the table have half of the prompt or more, they win over the key's worker; with less (the
-        beginning that all prompts have) the costs decide. Takes workers to avoid out of the scores: inf.
+        The worker of its key is looked for unless the session has a worker here. Where workers of the table have half
+        of the prompt or more, they win over the key's worker; with less (the beginning that all prompts have) the costs
+        decide.
         """
-        if query.avoid:
-            score[table.rows(query.avoid)] = np.inf
-        if last in table.row_of:
-            return last
-        if query.key is None or _is_held(table, query):
-            return ""
-        may_take = score < _LAST / 2
-        if self._health.out:
-            may_take[table.rows(self._health.out)] = False
-        weights = table.pool_weights if rates is None else table.weights(rates)
-        light_load = _LIGHT_LOAD * weights.total if rates is None else 0.0
-        row = rendezvous.home(table, query.key, weights, loads, may_take, light_load)
-        if row is None:
-            return ""
-        query.homes.add(table.incarnations[row])
-        return table.incarnations[row]
+        key = None if last in table.row_of or query.key is None or _is_held(table, query) else query.key
+        avoid = table.rows(query.avoid) if query.avoid else []
+        out = table.rows(self._health.out) if self._health.out else []
+        return Choice(key, avoid, out, self._rng.random())
 
     def _candidates(
-        self, table: WorkerTable, score: Floats, query: Query, home: str, among: Collection[str] | None
+        self, table: WorkerTable, scored: Scored, query: Query, last: str, among: Collection[str] | None
     ) -> list[Worker]:
         """Return some of the workers with the least scores, and those with some of the prompt; inf: never."""
+        score, home, picked = scored
+        if home is not None:
+            last = table.incarnations[home]
+            query.homes.add(last)
         if among is not None:
             score[[each not in among for each in table.incarnations]] = np.inf
-        if len(table) <= MAX_COMPARED:
-            return self._able(table, (score < np.inf).nonzero()[0].tolist(), among)
+            picked = pick(score, num_picked(table), self._rng.random())
+        if is_short(table):
+            return self._able(table, picked, among)
         match = query.match(table.key.index_space)
-        wanted = [home, *_deepest(match.pools, table.row_of)]
+        wanted = [last, *_deepest(match.pools, table.row_of)]
         for host in _deepest(match.hosts, table.on_host):
             wanted.append(min(table.on_host[host], key=lambda each: score.item(table.row_of[each])))
         rows = dict.fromkeys([row for row in table.rows(wanted) if score.item(row) < math.inf])
-        for number in _ROUNDS:
-            picked = self._pick(score, number)
-            able = self._able(table, {**rows, **dict.fromkeys(picked)}, among)
-            if not picked or not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
-                return able[: len(rows) + NUM_CANDIDATES]
+        most = max(NUM_CANDIDATES, len(rows) + _NUM_OTHERS)
+        for number in (*_LATER_ROUNDS, 0):
+            able = self._able(table, [*{**rows, **dict.fromkeys(picked)}][:most], among)
+            if not number or not picked or not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
+                break
             score[picked] = np.inf
+            picked = pick(score, number, self._rng.random())
         return able
 
     def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
@@ -281,22 +220,7 @@ class Shortlist:
             if not waits.item(table.row_of[worker.incarnation]):
                 return found
         idle = np.where(waits > 0, np.inf, score)
-        return found + self._able(table, self._pick(idle, 1), None)
-
-    def _pick(self, score: Floats, number: int) -> list[int]:
-        """Return rows of the least scores: at random if more than `number` are about as good as the best."""
-        least = score.item(score.argmin())
-        if least == math.inf:
-            return []
-        ties = (score <= TIE * least).nonzero()[0]
-        if (num_ties := len(ties)) > number:
-            first, stride = int(self._rng.random() * num_ties), num_ties // number  # each is as likely as others
-            return [ties.item((first + each * stride) % num_ties) for each in range(number)]
-        if len(score) <= number:
-            return (score < np.inf).nonzero()[0].tolist()
-        if number <= NUM_CANDIDATES:
-            return _least(score, number)
-        return [row for row in np.argpartition(score, number)[:number].tolist() if score[row] < np.inf]
+        return found + self._able(table, pick(idle, 1, self._rng.random()), None)
 
     def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
         """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
@@ -328,21 +252,6 @@ def could_hold_choices(tables: Iterable[WorkerTable], request: RoutingRequest) -
         num_blocks = np.ceil((request.num_prompt_tokens + 1) / block) + 1
         most += float(np.sum(pool / block // num_blocks, where=fits))
     return most >= request.num_choices
-
-
-def _least(score: Floats, number: int) -> list[int]:
-    """Return the rows of a few least scores, in order; a third of what argpartition takes for 500 rows."""
-    found: list[tuple[int, float]] = []
-    for _ in range(number):
-        row = int(score.argmin())
-        value = score.item(row)
-        if value == math.inf:
-            break
-        found.append((row, value))
-        score[row] = np.inf
-    for row, value in found:
-        score[row] = value
-    return [row for row, _ in found]
 
 
 def largest_pool(groups: Iterable[Group]) -> int:

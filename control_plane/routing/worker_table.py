@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control_plane.fleet.registry import Worker
+from control_plane.routing.compiled_library import TableMemory, address
 from control_plane.routing.pair_columns import PairColumns
 from tandem.v1 import types_pb2 as pb
 
@@ -85,6 +87,24 @@ class Weights(NamedTuple):
     total: float
 
 
+class Memory:
+    """A table as the compiled library sees it, until a worker comes or goes."""
+
+    def __init__(self, table: WorkerTable, values: Floats) -> None:
+        num_rows, hashes = len(table), [hash_of(worker.worker_id) for worker in table.workers]
+        self._kept = values, table.host_numbers, table.hosts, np.array(hashes, np.uint64)
+        self.score, self._weights, self._loads, self._local_ms = scratch = np.empty((4, num_rows))
+        self._of_hosts = np.empty(len(table.hosts.ids))
+        self._table = TableMemory(
+            address(values),
+            values.shape[1],
+            num_rows,
+            len(self._of_hosts),
+            *map(address, (table.host_numbers, table.hosts.hashes, self._kept[-1], *scratch, self._of_hosts)),
+        )
+        self.address = ctypes.addressof(self._table)
+
+
 class WorkerTable:
     """The columns of some workers; a row each."""
 
@@ -99,6 +119,7 @@ class WorkerTable:
         """Of the rows in use; each [rows]."""
         self.rows_on: list[list[int]] = []
         """By the number of a host."""
+        self._memory: Memory | None = None
         self.host_numbers = np.zeros(0, np.intp)
         """Of the workers' hosts, places in `hosts`; [rows]."""
         self.hosts = _hosts_of(())
@@ -111,7 +132,9 @@ class WorkerTable:
         self._steps: tuple[float, int] | None = None
         """The sum of the known means of steps, and their number."""
         self._rates: tuple[float, Floats] | None = None
-        """What is typical, and RATE with that. All four: None after a change."""
+        """What is typical, and RATE with that."""
+        self._has_all_rates: bool | None = None
+        """Whether all are known. All five: None after a change."""
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -137,7 +160,7 @@ class WorkerTable:
         if was[STEP] != values[STEP]:
             self._steps = None
         if was[RATE] != values[RATE]:
-            self._rates = None
+            self._rates = self._has_all_rates = None
 
     def remove(self, incarnation: str) -> None:
         """Move the last row to that of a worker that is gone."""
@@ -158,13 +181,19 @@ class WorkerTable:
         """A worker has come or gone, which is seldom: hashes and numbers of hosts are made anew."""
         self.columns = [*self._values[:, : len(self)]]
         self._pool_weights = self._least_largest = self._steps = None
-        self._rates = None
+        self._rates = self._has_all_rates = self._memory = None
         self.hosts = _hosts_of(tuple(sorted(self.on_host)))
         number_of = {host: number for number, host in enumerate(self.hosts.ids)}
         self.host_numbers = np.array([number_of[self._hosts[each]] for each in self.incarnations], np.intp)
         self.rows_on = [self.rows(self.on_host[host]) for host in self.hosts.ids]
         if self.pairs is not None and self.pairs.hosts != self.hosts.ids:
             self.pairs = None
+
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            self._memory = Memory(self, self._values)
+        return self._memory
 
     @property
     def step_ms(self) -> float | None:
@@ -194,10 +223,16 @@ class WorkerTable:
         of_hosts = np.asarray(np.bincount(self.host_numbers, of_rows, len(self.hosts.ids)), np.float64)
         return Weights(of_rows, of_hosts, float(np.add.reduce(of_rows)))
 
+    @property
+    def has_all_rates(self) -> bool:
+        if self._has_all_rates is None:
+            self._has_all_rates = np.count_nonzero(self.columns[RATE]) == len(self)
+        return self._has_all_rates
+
     def rates(self, typical: Callable[[], float]) -> Floats:
         """Return RATE, with what is typical where it is not known yet."""
         rates = self.columns[RATE]
-        if np.count_nonzero(rates) == len(rates):
+        if self.has_all_rates:
             return rates
         rate = typical()
         if self._rates is None or self._rates[0] != rate:
@@ -206,7 +241,7 @@ class WorkerTable:
 
     def set_rate(self, row: int, rate: float) -> None:
         self.columns[RATE][row] = rate
-        self._rates = None
+        self._rates = self._has_all_rates = None
 
     def rows(self, incarnations: Collection[str]) -> list[int]:
         """Return the rows of those workers that are in this table."""

@@ -1,4 +1,4 @@
-"""Compiles the kernels for each level of CPUs, and reads which glibc the libraries need.
+"""Compiles the kernels for each level of CPUs and the library of routing, and reads which glibc these need.
 
 The libraries are kept in build/kernels by sources, compiler and flags: a second build compiles nothing.
 """
@@ -11,9 +11,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from control_plane.routing.compiled_library import SOURCES
 from infra.wheels.pure import ROOT
 from tandem_engine.ops.cpu.compile import KernelsUnavailable, compile_kernels
 from tandem_engine.ops.cpu.prebuilt import Level, levels_of
+from tandem_machine.compiler import CannotCompile, compile_library
 
 MACHINES = ("x86_64", "aarch64")
 _FOLDER = ROOT / "build" / "kernels"
@@ -62,6 +64,14 @@ def library_for(level: Level, compiler: str | None = None) -> Path:
     try:
         return compile_kernels(_FOLDER, flags, compiler or compiler_for(level.machine))
     except KernelsUnavailable as error:
+        raise CannotBuild(str(error)) from error
+
+
+def routing_for(machine: str) -> Path:
+    """Return the library of routing, compiled for any CPU of `machine`. Raises CannotBuild."""
+    try:
+        return compile_library(SOURCES, _FOLDER, _SELF_CONTAINED, compiler_for(machine))
+    except CannotCompile as error:
         raise CannotBuild(str(error)) from error
 
 

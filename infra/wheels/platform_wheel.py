@@ -1,4 +1,4 @@
-"""Makes a platform wheel of the pure one: the same files, and the compiled kernels of a machine.
+"""Makes a platform wheel of the pure one: the same files, and the compiled libraries of a machine.
 
 The `wheel` command packs it, so that RECORD has the digest of every file.
 """
@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.wheels.libraries import CannotBuild, libraries_for, platform_tag
+from control_plane.routing import compiled_library
+from infra.wheels.libraries import CannotBuild, libraries_for, platform_tag, routing_for
 from infra.wheels.pure import ROOT
 from tandem_engine.ops.cpu.prebuilt import PREBUILT, file_name
 
@@ -21,20 +22,26 @@ _PYTHON_TAG = "py3-none"
 
 def build_platform_wheel(pure: Path, machine: str, folder: Path) -> Path:
     """Write the wheel of `machine` into `folder`, and return its path. Raises CannotBuild."""
-    libraries = libraries_for(machine)
+    libraries = {IN_WHEEL / file_name(level): library for level, library in libraries_for(machine).items()}
+    libraries[routing_in_wheel(machine)] = routing_for(machine)
     tag = platform_tag(machine, list(libraries.values()))
     unpacked = folder / f"unpacked-{machine}"
     _wheel("unpack", "--dest", str(unpacked), str(pure))
     (tree,) = unpacked.iterdir()
-    (tree / IN_WHEEL).mkdir()
-    for level, library in libraries.items():
-        shutil.copyfile(library, tree / IN_WHEEL / file_name(level))
-        (tree / IN_WHEEL / file_name(level)).chmod(0o755)
+    for path, library in libraries.items():
+        (tree / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(library, tree / path)
+        (tree / path).chmod(0o755)
     _describe(tree, tag)
     _wheel("pack", "--dest-dir", str(folder), str(tree))
     shutil.rmtree(unpacked)
     (made,) = folder.glob(f"*-{_PYTHON_TAG}-{tag}.whl")
     return made
+
+
+def routing_in_wheel(machine: str) -> Path:
+    """Return the path of the library of routing in a platform wheel."""
+    return compiled_library.PREBUILT.relative_to(ROOT) / compiled_library.file_name(machine)
 
 
 def _describe(tree: Path, tag: str) -> None:

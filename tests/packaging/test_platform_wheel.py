@@ -17,8 +17,16 @@ from zipfile import ZipFile
 import pytest
 
 from infra.wheels import __main__ as command
-from infra.wheels.libraries import MACHINES, CannotBuild, compiler_for, glibc_of, libraries_for, platform_tag
-from infra.wheels.platform_wheel import IN_WHEEL, build_platform_wheel
+from infra.wheels.libraries import (
+    MACHINES,
+    CannotBuild,
+    compiler_for,
+    glibc_of,
+    libraries_for,
+    platform_tag,
+    routing_for,
+)
+from infra.wheels.platform_wheel import IN_WHEEL, build_platform_wheel, routing_in_wheel
 from tandem_engine.ops.cpu.prebuilt import file_name, levels_of
 from tests.tandem_engine.ops.wheel_kernels import lacking, own_levels
 
@@ -29,6 +37,8 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in f"{find
 from tandem_engine.ops.cpu import load_cpu_ops
 ops = load_cpu_ops()
 print(ops.origin, ops.library._name, sep="|")
+from control_plane.compiled_routing import load_routing
+assert load_routing() is not None
 """
 
 
@@ -52,6 +62,7 @@ def test_it_holds_the_pure_wheel_and_the_library_of_every_level(made: Path, mach
     with ZipFile(wheel) as pure, ZipFile(made) as archive:
         names = set(archive.namelist())
         libraries = {f"{IN_WHEEL}/{file_name(level)}" for level in levels_of(machine)}
+        libraries.add(f"{routing_in_wheel(machine)}")
         assert names - set(pure.namelist()) == libraries
         assert set(pure.namelist()) <= names
         described = ("/RECORD", "/WHEEL")
@@ -72,7 +83,7 @@ def test_the_record_has_the_digest_of_every_file(made: Path) -> None:
 
 
 def test_its_tag_is_the_oldest_glibc_with_all_symbols_that_the_libraries_need(made: Path, machine: str) -> None:
-    libraries = list(libraries_for(machine).values())
+    libraries = [*libraries_for(machine).values(), routing_for(machine)]
     needed = [_glibc_of_symbols(library) for library in libraries]
     assert [glibc_of(library) for library in libraries] == needed
     major, minor = max(needed)
@@ -86,7 +97,7 @@ def test_its_tag_is_the_oldest_glibc_with_all_symbols_that_the_libraries_need(ma
 
 def test_its_libraries_show_our_functions_alone(machine: str) -> None:
     """A symbol of the static libstdc++ would take the place of torch's."""
-    for library in libraries_for(machine).values():
+    for library in (*libraries_for(machine).values(), routing_for(machine)):
         shown = [row[7] for row in _symbols(library) if row[6] != "UND" and row[4] != "LOCAL"]
         assert shown and [name for name in shown if not name.startswith("tandem_")] == []
 
@@ -121,7 +132,9 @@ def test_the_installed_wheel_loads_its_own_kernels_without_a_compiler(made: Path
     )
     assert asked.returncode == 0, asked.stderr
     best = own_levels()[0]
-    assert asked.stdout.strip() == f"prebuilt for {best.name}|{site / IN_WHEEL / file_name(best)}"
+    chosen, _, routing = asked.stdout.strip().partition("\n")
+    assert chosen == f"prebuilt for {best.name}|{site / IN_WHEEL / file_name(best)}"
+    assert "routing_compiled" in routing and f"{site / routing_in_wheel(machine)}" in routing
 
 
 def test_a_machine_without_a_compiler_is_told_the_package_and_the_remedy(

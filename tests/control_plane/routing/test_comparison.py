@@ -8,8 +8,8 @@ import pytest
 
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router
+from control_plane.routing.scoring import NUM_CANDIDATES
 from control_plane.routing.session_affinity import SessionRoute
-from control_plane.routing.shortlist import NUM_CANDIDATES
 from tests.control_plane.routing.first_choice import FirstChoice
 from tests.control_plane.routing.test_router import PREFILL, Harness
 

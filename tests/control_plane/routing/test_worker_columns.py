@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.routing import shortlist
+from control_plane.routing import scoring
+from control_plane.routing.compiled_library import CompiledRouting
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
 from control_plane.routing.groups import TIE, index_space
 from control_plane.routing.router import Route, Router
+from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded
+from tests.control_plane.routing.compiled import compiled_routing
 
 DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 NUM_WORKERS, GRAIN, TIGHT = 30, 16, 4
@@ -31,10 +34,18 @@ UNCACHED = RoutingRequest("m", 64 * GRAIN + 1, 64)
 class Harness:
     """Thirty decode and thirty prefill workers on hosts of two, each host with a KV service with a store."""
 
+    compiled: CompiledRouting | None = None
+
     def __init__(self, seed: int = 0) -> None:
         self.now, self.rng = 0.0, random.Random(seed)
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
-        self.router = Router(self.registry, rng=random.Random(seed), clock=lambda: self.now)
+        self.router = Router(
+            self.registry,
+            prefixes=SamplePointIndex(compiled=self.compiled),
+            rng=random.Random(seed),
+            clock=lambda: self.now,
+            compiled=self.compiled,
+        )
         self.entries: list[InFlightEntry] = []
         for number in range(NUM_WORKERS):
             host = f"h{number}"
@@ -93,6 +104,14 @@ class Harness:
         return Counter(name for route in routes for name in (route.prefill_id, route.decode_id) if name)
 
 
+@pytest.fixture(autouse=True, params=["numpy", "compiled"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test with numpy, and with the compiled library."""
+    if request.param == "compiled":
+        monkeypatch.setattr(Harness, "compiled", compiled_routing())
+    return str(request.param)
+
+
 @pytest.mark.parametrize("hand_over", ["if_cheaper", "always", "never"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_route_costs_as_much_as_the_best_of_all_workers(
@@ -102,8 +121,11 @@ def test_a_route_costs_as_much_as_the_best_of_all_workers(
     harness.busy()
     request = RoutingRequest("m", harness.rng.choice((20, 500, 3000)), 64, hand_over=hand_over)  # type: ignore[arg-type]
     routes = [harness.router.choose(request) for _ in range(10)]
-    monkeypatch.setattr(shortlist, "MAX_COMPARED", NUM_WORKERS)
-    best = min((harness.router.choose(request) for _ in range(3)), key=lambda route: route.cost)
+    monkeypatch.setattr(scoring, "MAX_COMPARED", NUM_WORKERS)
+    monkeypatch.setattr(Harness, "compiled", None)
+    whole = Harness(seed)
+    whole.busy()
+    best = min((whole.router.choose(request) for _ in range(3)), key=lambda route: route.cost)
     assert len(best.decodes) == NUM_WORKERS > max(len(route.decodes) for route in routes)
     for route in routes:
         assert route.cost[0] == best.cost[0] and route.cost[1] <= TIE * TIE * best.cost[1]
@@ -233,7 +255,7 @@ def test_of_a_model_of_two_classes_each_group_is_as_short_and_gets_work_by_its_c
         harness.add(f"e{number}", DECODE, "h0", numerics="b")
     asked = RoutingRequest("m", 500, 64, hand_over="never")
     routes = [harness.router.choose(asked) for _ in range(400)]
-    assert max(len(route.decodes) for route in routes) <= shortlist.NUM_CANDIDATES + 1
+    assert max(len(route.decodes) for route in routes) <= scoring.NUM_CANDIDATES + 1
     assert 60 <= sum(route.decode_id[0] == "e" for route in routes) <= 140, "a quarter of the pools"
     assert all(len({worker.worker_id[0] for worker in route.decodes}) == 1 for route in routes)
 

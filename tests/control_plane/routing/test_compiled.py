@@ -1,0 +1,202 @@
+"""The compiled library chooses as numpy does: the same workers in the same order, and the same places of a prompt."""
+
+from __future__ import annotations
+
+import platform
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from control_plane.block_chain import BlockHashes
+from control_plane.compiled_routing import load_routing
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.routing.compiled_library import CompiledRouting, file_name
+from control_plane.routing.cost_model import HandOver, InFlightEntry, RoutingRequest
+from control_plane.routing.groups import index_space
+from control_plane.routing.router import Route, Router
+from control_plane.routing.sample_points import PlaceChanges, SamplePointIndex, num_sample_points, sample_positions
+from control_plane.routing.session_affinity import SessionRoute
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import TandemError
+from tests.control_plane.routing.compiled import compiled_routing
+from tests.tandem_engine.ops.test_cpu_compile import COMPILER
+
+GRAIN = 16
+HAND_OVERS: tuple[HandOver, ...] = ("if_cheaper", "if_cheaper", "always", "never")
+
+
+class Fleet:
+    """A fleet in which all that a decision depends on changes all the time; equal for equal seeds."""
+
+    def __init__(self, seed: int, compiled: CompiledRouting | None) -> None:
+        self.now, self.rng = 100.0, random.Random(seed)
+        self.registry = WorkerRegistry(1e9, 1e9, lambda: self.now)
+        index = SamplePointIndex(10_000, lambda: self.now, compiled)
+        self.router = Router(
+            self.registry, prefixes=index, rng=random.Random(seed), clock=lambda: self.now, compiled=compiled
+        )
+        self.prompts = [BlockHashes(self.rng.randbytes(16 * self.rng.randrange(1, 200))) for _ in range(8)]
+        self.entries: list[InFlightEntry] = []
+        self.num_hosts, self.num_workers = self.rng.randrange(1, 20), 0
+        for host in range(self.num_hosts):
+            self.kv_service(host)
+        for _ in range(self.rng.choice((3, 12, 60))):
+            self.joins()
+
+    def kv_service(self, host: int) -> None:
+        info = pb.WorkerInfo(worker_id=f"kv{host}", incarnation=f"kv{host}", role=pb.WORKER_ROLE_KV)
+        info.host_id = info.address = f"h{host}"
+        service = pb.KvServiceLoad(store=pb.KvStoreLoad(total_bytes=1 << 30))
+        if self.rng.random() < 0.5:
+            service.arena_bytes, service.arena_free_bytes = 1 << 20, self.rng.randrange(1 << 20)
+        self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=service))
+
+    def joins(self) -> None:
+        number, role = self.num_workers, self.rng.choice((pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE))
+        self.num_workers += 1
+        card = pb.ModelCard(model_id="m", context_length=8_192, block_size=GRAIN)
+        info = pb.WorkerInfo(worker_id=f"w{number}", incarnation=f"w{number}", role=role, card=card)
+        info.host_id = info.kv_address = f"h{self.rng.randrange(self.num_hosts)}"
+        self.registry.register(info, self.load())
+
+    def load(self) -> pb.LoadReport:
+        load, rng = pb.LoadReport(state=pb.WORKER_STATE_READY), self.rng
+        if rng.random() < 0.95:
+            load.kv.num_total_blocks, load.kv.tokens_per_block = rng.choice((100, 1_000)), GRAIN
+            load.kv.num_free_blocks, load.kv.bytes_per_block = rng.choice((0, 3, 90)), 4_096
+        if rng.random() < 0.8:
+            load.counters.update({"prompt_tokens_computed": rng.uniform(500, 5_000), "step_seconds": 1.0})
+            load.counters.update({"steps": rng.choice((50.0, 100.0)), "tokens_generated": 100.0})
+        load.num_tokens_in_flight, load.num_running = rng.choice((0, rng.randrange(9_000))), rng.randrange(4)
+        load.num_waiting = rng.choice((0, 0, 2))
+        return load
+
+    def changes(self) -> None:
+        """Let one or two things happen."""
+        rng, self.now = self.rng, self.now + self.rng.choice((0.001, 0.3))
+        worker = rng.choice([each for each in self.registry.workers() if each.role != pb.WORKER_ROLE_KV])
+        name, what = worker.incarnation, rng.random()
+        if what < 0.05:
+            self.joins()
+        elif what < 0.08 and len(self.registry.workers()) > self.num_hosts + 2:
+            self.registry.deregister(worker.worker_id, name)
+        elif what < 0.5:
+            beat = cp.HeartbeatRequest(worker_id=name, incarnation=name, load=self.load())
+            beat.kv_address = worker.info.kv_address
+            self.registry.heartbeat(beat)
+        elif what < 0.6:
+            self.router.health.watch(worker, 0.1).failed("it failed")
+        elif what < 0.7:
+            prompt, length = rng.choice(self.prompts), rng.randrange(1, 200)
+            host = rng.choice(("", worker.info.host_id))
+            self.router.prefixes.learn(prompt[:length], name, host, space=index_space(worker))
+        elif self.entries and what < 0.8:
+            self.entries.pop(rng.randrange(len(self.entries))).remove()
+
+    def request(self) -> RoutingRequest:
+        rng = self.rng
+        prompt = rng.choice([*self.prompts, BlockHashes(rng.randbytes(16 * rng.randrange(1, 100)))])
+        session = rng.choice(("", "", f"session-{rng.randrange(20)}"))
+        max_tokens = rng.choice((1, 100, 1_000))
+        num_tokens = GRAIN * len(prompt) + rng.randrange(GRAIN)
+        return RoutingRequest("m", num_tokens, max_tokens, prompt, GRAIN, session, rng.choice(HAND_OVERS))
+
+    def decided(self) -> tuple[object, ...]:
+        """Choose for a request, count the route, and return it."""
+        request = self.request()
+        workers = [each.incarnation for each in self.registry.workers()]
+        avoid = set(self.rng.sample(workers, self.rng.choice((0, 0, 1, len(workers) // 2))))
+        try:
+            route = self.router.choose(request, avoid)
+        except TandemError as error:
+            return (str(error),)
+        add = self.router.in_flight.add
+        self.entries.append(add(route.decodes[0].incarnation, num_decode_tokens=100, num_answers=1))
+        if route.prefill is not None:
+            self.entries.append(add(route.prefill.incarnation, num_prefill_tokens=request.num_prompt_tokens))
+        prefill = "" if route.prefill is None else route.prefill.incarnation
+        self.router.affinity.remember(request.session_id, SessionRoute(prefill, route.decodes[0].incarnation))
+        return _as_text(route)
+
+
+def _as_text(route: Route) -> tuple[object, ...]:
+    return route.prefill_id, [each.worker_id for each in route.decodes], route.reason, route.cost, route.predicted_ms
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_routes_are_those_that_numpy_chooses(seed: int) -> None:
+    ours, other = Fleet(seed, compiled_routing()), Fleet(seed, None)
+    kinds = set()
+    for _ in range(60):
+        ours.changes()
+        other.changes()
+        chosen = ours.decided()
+        assert chosen == other.decided()
+        kinds.add(len(chosen))
+    assert kinds >= {5}, "no route was chosen at all"
+
+
+def _chain(rng: random.Random) -> BlockHashes:
+    return BlockHashes(rng.randbytes(16 * rng.choice((1, 2, 7, 15, 16, 17, 40, 300))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_are_those_that_numpy_finds_in_their_order(seed: int) -> None:
+    rng = random.Random(seed)
+    ours, other = SamplePointIndex(2_000, compiled=compiled_routing()), SamplePointIndex(2_000)
+    chains, num_found = [_chain(rng) for _ in range(30)], 0
+    for _ in range(300):
+        chain, space = rng.choice(chains), rng.choice((b"", bytes(range(16))))
+        mixed = BlockHashes(chain[: rng.randrange(len(chain) + 1)].packed + _chain(rng).packed)
+        name, host = f"w{rng.randrange(12)}", f"h{rng.randrange(5)}"
+        what = rng.random()
+        for index in (ours, other):
+            if what < 0.6:
+                index.learn(mixed, name, host if what < 0.4 else "", space=space)
+            elif what < 0.75:
+                points = sample_positions(num_sample_points(len(mixed)))
+                keys = np.array([int.from_bytes(mixed[each][:8], "little") for each in points.tolist()], np.uint64)
+                index.report([PlaceChanges(name, host, keys, keys[:0])])
+            elif what < 0.8:
+                index.forget_pool(name)
+            elif what < 0.85:
+                index.forget(chain, host, space=space)
+        for asked in (mixed, chain, list(chain), mixed[:0]):
+            found, wanted = ours.find(asked, space), other.find(asked, space)
+            assert list(found.pools.items()) == list(wanted.pools.items())
+            assert list(found.hosts.items()) == list(wanted.hosts.items())
+            num_found += bool(found.pools)
+    assert num_found > 100
+
+
+def test_a_key_of_zeros_is_found() -> None:
+    index = SamplePointIndex(compiled=compiled_routing())
+    index.learn(BlockHashes(bytes(16)), "a", "")
+    assert index.find(BlockHashes(bytes(16))).pools == {"a": 1}
+
+
+def test_the_library_of_the_package_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_routing()
+    built = next((tmp_path / "built").glob("*.so")) if load_routing(tmp_path / "built", tmp_path / "none") else None
+    assert built is not None
+    prebuilt = tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    built.rename(prebuilt / file_name(platform.machine()))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert load_routing(tmp_path / "empty", prebuilt) is not None
+    assert load_routing(tmp_path / "empty", tmp_path / "none") is None, "no compiler, and no library"
+
+
+def test_a_file_that_is_no_library_leaves_the_work_to_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "imitation"
+    compiler.write_text(COMPILER.format(log=tmp_path / "log"))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_routing(tmp_path / "cache", tmp_path / "none") is None
+    assert "routing_not_compiled" in capsys.readouterr().out

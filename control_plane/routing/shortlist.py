@@ -204,14 +204,15 @@ class Shortlist:
         for host in _deepest(match.hosts, table.on_host):
             wanted.append(min(table.on_host[host], key=lambda each: score.item(table.row_of[each])))
         rows = dict.fromkeys([row for row in table.rows(wanted) if score.item(row) < math.inf])
-        most = max(NUM_CANDIDATES, len(rows) + _NUM_OTHERS)
+        num_others = max(_NUM_OTHERS, NUM_CANDIDATES - len(rows))
         for number in (*_LATER_ROUNDS, 0):
-            able = self._able(table, [*{**rows, **dict.fromkeys(picked)}][:most], among)
+            others = [row for row in picked if row not in rows][:num_others]
+            able = self._able(table, [*rows, *others], among)
             if not number or not picked or not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
                 break
-            score[picked] = np.inf
-            picked = pick(score, number, self._rng.random())
-        return able
+            score[[*rows, *others]] = np.inf
+            picked, num_others = pick(score, number, self._rng.random()), number
+        return able[: len(rows) + NUM_CANDIDATES]
 
     def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
         """Add a worker at which a request need not wait, if there is one, and none was found."""

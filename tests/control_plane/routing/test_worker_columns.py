@@ -199,14 +199,18 @@ def test_who_has_the_prompt_or_the_session_is_a_candidate_among_many_that_are_as
     assert harness.names(session) == {"p3": 40, "d11": 40}
 
 
-def test_sick_workers_are_passed_over_however_idle_they_are() -> None:
+def test_sick_workers_are_passed_over_however_idle_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness()
     well = {"d28", "d29", "p28", "p29"}
     for number in (28, 29):
         harness.send(f"p{number}", 100)
         harness.send(f"d{number}", 0, 1000)
     harness.router.health.ask_links(lambda incarnation: incarnation.removesuffix("-1") in well)
+    monkeypatch.setattr(harness.router.health, "usable", None)  # of the last resort, when none is found
     assert set(harness.names()) == well
+    for name in ("p1", "p2", "d1", "d2"):
+        harness.learn(name, 60)
+    assert set(harness.names(PROMPT)) <= well
 
 
 def test_prefill_workers_without_a_kv_service_are_no_candidates() -> None:

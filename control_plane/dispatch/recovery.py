@@ -209,6 +209,13 @@ class Recovery:
         self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
     ) -> None:
         """Move a choice now, or as soon as a worker has room or is back."""
+        log.warning(
+            "migration_started",
+            request_id=state.request.request_id,
+            choice=choice.index,
+            num_tokens=len(choice.tokens),
+            error=error.log_text,
+        )
         lost = set() if isinstance(error, Diverged) else {call.incarnation}
         deadline = self._queue.deadline(state.request)
         # If no other worker takes the choice at once, any may but the last; then that one too, which may be well again.
@@ -235,13 +242,6 @@ class Recovery:
         """Try the decode workers, first those that go on as the lost one would; raises the last refusal."""
         state.next_attempt()
         began_ns = time.time_ns()
-        log.warning(
-            "migration_started",
-            request_id=state.request.request_id,
-            choice=choice.index,
-            num_tokens=len(choice.tokens),
-            error=error.log_text,
-        )
         last_refusal: TandemError | None = None
         refused: set[str] = set()
         asked = routing_request_for(state, choice)

@@ -100,6 +100,13 @@ async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
 
 async def test_a_stream_goes_back_to_its_worker_if_that_is_well_again_and_no_other_has_room() -> None:
     left, full = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
+    with structlog.testing.capture_logs() as logs:
+        await _goes_back(left, full)
+    events = [each["event"] for each in logs]
+    assert events.count("migration_started") == 1, "it is one move, however often the stream looks for room"
+
+
+async def _goes_back(left: ScriptedWorker, full: ScriptedWorker) -> None:
     async with harness(left, full, queue_seconds=10) as here:
         stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(new_request())))
         await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)

@@ -15,15 +15,30 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 
+_COMPILE_SECONDS = 15.0
+"""It takes half a second. A gateway that starts waits for it."""
+
+
 def load_routing(folder: Path | None = None, prebuilt: Path = PREBUILT) -> CompiledRouting | None:
     """Load the wheel's library, or compile it into `folder` or the user's cache; None: the log says why not."""
-    path, origin = prebuilt / file_name(platform.machine()), "the package"
+    path, why = prebuilt / file_name(platform.machine()), ""
+    if path.is_file():
+        try:
+            return _loaded(path, "the package")
+        except (OSError, AttributeError) as error:
+            why = f"cannot load {path}: {error}; "
     try:
-        if not path.is_file():
-            path, origin = compile_library(SOURCES, folder, ()), "compiled on this machine"
-        library = CompiledRouting(path)
-    except (CannotCompile, OSError, AttributeError) as error:
-        log.info("routing_not_compiled", reason=str(error), effect="numpy chooses the routes, more slowly")
-        return None
+        path = compile_library(SOURCES, folder, (), seconds=_COMPILE_SECONDS)
+        return _loaded(path, "compiled on this machine")
+    except CannotCompile as error:
+        why += f"{error}"
+    except (OSError, AttributeError) as error:
+        why += f"cannot load {path}: {error}; delete the file to compile it again"
+    log.info("routing_not_compiled", reason=why, effect="numpy chooses the routes, more slowly")
+    return None
+
+
+def _loaded(path: Path, origin: str) -> CompiledRouting:
+    library = CompiledRouting(path)
     log.info("routing_compiled", origin=origin, path=str(path))
     return library

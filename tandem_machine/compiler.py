@@ -35,6 +35,7 @@ FLAGS = (
     "-pthread",
 )
 _COMPILE_SECONDS = 180.0
+_VERSION_SECONDS = 10.0
 
 
 class CannotCompile(Exception):
@@ -58,18 +59,23 @@ class Sources:
 
 
 def compile_library(
-    sources: Sources, folder: Path | None, machine_flags: Sequence[str], compiler: str | None = None
+    sources: Sources,
+    folder: Path | None,
+    machine_flags: Sequence[str],
+    compiler: str | None = None,
+    seconds: float = _COMPILE_SECONDS,
 ) -> Path:
     """Return the shared library for this machine, compiled into `folder` if it is missing.
 
     `folder` None: the first of the user's folders that can be written. `compiler` None: this machine's. Any number of
-    processes may call at once. Raises CannotCompile.
+    processes may call at once. `seconds`: for the compiler, and as long for another process that compiles the same.
+    Raises CannotCompile.
     """
     compiler = compiler or find_compiler()
     failures = []
     for candidate in [folder] if folder else _user_folders():
         try:
-            return _library_in(candidate, sources, compiler, machine_flags)
+            return _library_in(candidate, sources, compiler, machine_flags, seconds)
         except OSError as error:
             failures.append(f"cannot keep compiled code in {candidate}: {error}")
     if not failures:
@@ -77,16 +83,16 @@ def compile_library(
     raise CannotCompile(f"{'; '.join(failures)}; set TANDEM_STATE_DIR to a folder that can be written")
 
 
-def _library_in(folder: Path, sources: Sources, compiler: str, machine_flags: Sequence[str]) -> Path:
+def _library_in(folder: Path, sources: Sources, compiler: str, machine_flags: Sequence[str], seconds: float) -> Path:
     """Return the library in `folder`, compiled if it is missing; raises OSError if it cannot be kept there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_that_only_we_write(folder)
     library = folder / f"{_key(sources, compiler, machine_flags)}.so"
     if library.exists():
         return library
-    with _lock(library.with_suffix(".lock")):
+    with _lock(library.with_suffix(".lock"), seconds):
         if not library.exists():
-            _compile(sources, compiler, machine_flags, library)
+            _compile(sources, compiler, machine_flags, library, seconds)
     return library
 
 
@@ -122,7 +128,7 @@ def _user_folders() -> list[Path]:
 
 
 def _key(sources: Sources, compiler: str, machine_flags: Sequence[str]) -> str:
-    version = _run([compiler, "--version"], seconds=30).stdout.splitlines()[0]
+    version = _run([compiler, "--version"], _VERSION_SECONDS).stdout.partition("\n")[0]
     parts = (sources.digest(), compiler, version, *FLAGS, *machine_flags, platform.machine(), _cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
@@ -137,11 +143,11 @@ def _cpu_features() -> str:
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
-def _compile(sources: Sources, compiler: str, machine_flags: Sequence[str], library: Path) -> None:
+def _compile(sources: Sources, compiler: str, machine_flags: Sequence[str], library: Path, seconds: float) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="compiling-") as scratch:
         made = Path(scratch) / library.name
         command = [compiler, *FLAGS, *machine_flags, str(sources.folder / sources.main), "-o", str(made)]
-        result = _run(command, seconds=_COMPILE_SECONDS, temporary=scratch)
+        result = _run(command, seconds, temporary=scratch)
         if result.returncode != 0:
             raise CannotCompile(f"{compiler} failed on {sources.main}: {result.stderr.strip()[-2000:]}")
         made.replace(library)
@@ -151,16 +157,24 @@ def _run(command: list[str], seconds: float, temporary: str | None = None) -> su
     """Run a command; `temporary`: its folder for temporary files, since the root file system may be read-only."""
     environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            env=environment,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"cannot run {command[0]}: {error}") from error
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock; after the time limit of a compilation continue without it, so that both processes compile."""
     with path.open("w") as file:
-        deadline = time.monotonic() + _COMPILE_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -209,13 +209,6 @@ class Recovery:
         self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
     ) -> None:
         """Move a choice now, or as soon as a worker has room or is back."""
-        log.warning(
-            "migration_started",
-            request_id=state.request.request_id,
-            choice=choice.index,
-            num_tokens=len(choice.tokens),
-            error=error.log_text,
-        )
         lost = set() if isinstance(error, Diverged) else {call.incarnation}
         deadline = self._queue.deadline(state.request)
         # If no other worker takes the choice at once, any may but the last; then that one too, which may be well again.
@@ -229,6 +222,13 @@ class Recovery:
                 if not has_permit:
                     self._budget.take(is_first=choice.num_losses <= 1)
                     has_permit = True
+                    log.warning(
+                        "migration_started",
+                        request_id=state.request.request_id,
+                        choice=choice.index,
+                        num_tokens=len(choice.tokens),
+                        error=error.log_text,
+                    )
                 await self._move(state, choice, error)
             except _REFUSALS as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")

@@ -10,6 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from tandem_machine.compiler import Sources
@@ -114,7 +115,11 @@ class CompiledRouting:
         self.find_places.restype = _INT
 
 
-def address(array: npt.NDArray[Any]) -> int:
-    """Return where an array's values are, which lie one after the other. The caller keeps the array."""
+def address(array: npt.NDArray[Any], dtype: type[np.generic]) -> int:
+    """Return where an array's values are, which lie one after the other. The caller keeps the array.
+
+    `dtype`: what the library takes the values for.
+    """
     assert array.flags.c_contiguous, "rows of a whole array, not columns"
+    assert array.dtype == dtype, f"{array.dtype} where the library reads {dtype.__name__}"
     return int(array.ctypes.data)

@@ -56,8 +56,8 @@ class CompiledScoring:
         """Return what keeps the rows until they are read."""
         asked = self._asked
         avoid, out = np.array(choice.avoid, np.int64), np.array(choice.out, np.int64)
-        asked.avoid, asked.num_avoid = address(avoid), len(avoid)
-        asked.out, asked.num_out = address(out), len(out)
+        asked.avoid, asked.num_avoid = address(avoid, np.int64), len(avoid)
+        asked.out, asked.num_out = address(out, np.int64), len(out)
         return avoid, out
 
     def _scored(

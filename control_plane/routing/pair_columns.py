@@ -25,7 +25,7 @@ class _Row:
         self.known = known
         self.ms_per_byte: Floats = known[1]
         self.fixed_ms: Floats = known[0].copy()
-        self.addresses = address(self.ms_per_byte), address(self.fixed_ms)
+        self.addresses = address(self.ms_per_byte, np.float64), address(self.fixed_ms, np.float64)
         """Of these two arrays, which are changed and not made anew."""
         self.until = 0.0
 
@@ -47,11 +47,11 @@ class PairColumns:
         self._hand_overs, self._clock = hand_overs, clock
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """By prefill host, the one that was refreshed last at the end."""
-        self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places]).T
+        self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places], np.float64).T
         """The fields of `Known` of a prefill host of which nothing is known; [4, hosts]."""
-        self._arenas = np.array([hand_overs.arena(host) for host in self.places]).T.copy("C")
+        self._arenas = np.array([hand_overs.arena(host) for host in self.places], np.float64).T.copy("C")
         """Free bytes and those of a window; [2, hosts]."""
-        self.arena_addresses = address(self._arenas[0]), address(self._arenas[1])
+        self.arena_addresses = address(self._arenas[0], np.float64), address(self._arenas[1], np.float64)
         self.least_free = float(self._arenas[0].min())
 
     def ms(self, shown: Shown, from_host: str, bytes_per_token: float) -> Floats:

@@ -99,7 +99,10 @@ class SamplePointIndex:
         self._compiled = compiled
         self._found = np.zeros((MAX_PLACE_ID + 1 if compiled else 0, 2), np.int32)
         self._memory = IndexMemory(
-            address(self._keys), address(self._places), num_buckets, address(self._found) if compiled else None
+            address(self._keys, np.uint64),
+            address(self._places, np.uint16),
+            num_buckets,
+            address(self._found, np.int32),
         )
         self._address = ctypes.addressof(self._memory)
 

@@ -1,6 +1,6 @@
 """Scores all workers of a table at once, in numpy, and finds the worker of a key and those with the least scores.
 
-`compiled_routing.py` does the same in one pass of C++, where its library can be had. Scores leave out caches.
+`compiled_scoring.py` does the same in one pass of C++, where its library can be had. Scores leave out caches.
 """
 
 from __future__ import annotations

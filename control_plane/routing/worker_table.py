@@ -91,16 +91,20 @@ class Memory:
     """A table as the compiled library sees it, until a worker comes or goes."""
 
     def __init__(self, table: WorkerTable, values: Floats) -> None:
-        num_rows, hashes = len(table), [hash_of(worker.worker_id) for worker in table.workers]
-        self._kept = values, table.host_numbers, table.hosts, np.array(hashes, np.uint64)
+        num_rows, host_hashes = len(table), table.hosts.hashes
+        hashes = np.array([hash_of(worker.worker_id) for worker in table.workers], np.uint64)
+        self._kept = values, table.host_numbers, host_hashes, hashes
         self.score, self._weights, self._loads, self._local_ms = scratch = np.empty((4, num_rows))
         self._of_hosts = np.empty(len(table.hosts.ids))
         self._table = TableMemory(
-            address(values),
+            address(values, np.float64),
             values.shape[1],
             num_rows,
             len(self._of_hosts),
-            *map(address, (table.host_numbers, table.hosts.hashes, self._kept[-1], *scratch, self._of_hosts)),
+            address(table.host_numbers, np.int64),
+            address(host_hashes, np.uint64),
+            address(hashes, np.uint64),
+            *(address(each, np.float64) for each in (*scratch, self._of_hosts)),
         )
         self.address = ctypes.addressof(self._table)
 

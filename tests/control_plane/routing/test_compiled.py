@@ -12,12 +12,15 @@ import pytest
 from control_plane.block_chain import BlockHashes
 from control_plane.compiled_routing import load_routing
 from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.compiled_library import CompiledRouting, file_name
 from control_plane.routing.cost_model import HandOver, InFlightEntry, RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.router import Route, Router
 from control_plane.routing.sample_points import PlaceChanges, SamplePointIndex, num_sample_points, sample_positions
+from control_plane.routing.scoring import Choice, NumpyScoring, Scored, Scoring, Way
 from control_plane.routing.session_affinity import SessionRoute
+from control_plane.routing.worker_table import WorkerTable
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
@@ -28,6 +31,27 @@ GRAIN = 16
 HAND_OVERS: tuple[HandOver, ...] = ("if_cheaper", "if_cheaper", "always", "never")
 
 
+class Both:
+    """Scores with numpy and the library, which must agree in every bit."""
+
+    def __init__(self, numpy: Scoring, compiled: Scoring) -> None:
+        self._numpy, self._compiled = numpy, compiled
+
+    def prefills(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> Scored:
+        wanted = self._numpy.prefills(table, request, choice)
+        return _same(self._compiled.prefills(table, request, choice), wanted)
+
+    def decodes(self, table: WorkerTable, request: RoutingRequest, way: Way | None, choice: Choice) -> Scored:
+        wanted = self._numpy.decodes(table, request, way, choice)
+        return _same(self._compiled.decodes(table, request, way, choice), wanted)
+
+
+def _same(found: Scored, wanted: Scored) -> Scored:
+    assert found.score.tolist() == wanted.score.tolist()
+    assert (found.home, found.picked) == (wanted.home, wanted.picked)
+    return found
+
+
 class Fleet:
     """A fleet in which all that a decision depends on changes all the time; equal for equal seeds."""
 
@@ -35,11 +59,21 @@ class Fleet:
         self.now, self.rng = 100.0, random.Random(seed)
         self.registry = WorkerRegistry(1e9, 1e9, lambda: self.now)
         index = SamplePointIndex(10_000, lambda: self.now, compiled)
+        health = WorkerHealth(self.registry, lambda: self.now)
         self.router = Router(
-            self.registry, prefixes=index, rng=random.Random(seed), clock=lambda: self.now, compiled=compiled
+            self.registry,
+            prefixes=index,
+            rng=random.Random(seed),
+            health=health,
+            clock=lambda: self.now,
+            compiled=compiled,
         )
+        if compiled is not None:
+            shortlist, costs = self.router._shortlist, self.router.costs
+            shortlist._scoring = Both(NumpyScoring(costs, lambda: self.now), shortlist._scoring)
         self.prompts = [BlockHashes(self.rng.randbytes(16 * self.rng.randrange(1, 200))) for _ in range(8)]
         self.entries: list[InFlightEntry] = []
+        self.share_of_arenas = self.rng.choice((0.5, 1.0))
         self.num_hosts, self.num_workers = self.rng.randrange(1, 20), 0
         for host in range(self.num_hosts):
             self.kv_service(host)
@@ -50,12 +84,14 @@ class Fleet:
         info = pb.WorkerInfo(worker_id=f"kv{host}", incarnation=f"kv{host}", role=pb.WORKER_ROLE_KV)
         info.host_id = info.address = f"h{host}"
         service = pb.KvServiceLoad(store=pb.KvStoreLoad(total_bytes=1 << 30))
-        if self.rng.random() < 0.5:
-            service.arena_bytes, service.arena_free_bytes = 1 << 20, self.rng.randrange(1 << 20)
+        if self.rng.random() < self.share_of_arenas:
+            size = 1 << self.rng.choice((20, 28))
+            service.arena_bytes, service.arena_free_bytes = size, self.rng.choice((0, self.rng.randrange(size)))
         self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=service))
 
     def joins(self) -> None:
-        number, role = self.num_workers, self.rng.choice((pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE))
+        number, roles = self.num_workers, (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL)
+        role = roles[number] if number < 2 else self.rng.choice(roles)
         self.num_workers += 1
         card = pb.ModelCard(model_id="m", context_length=8_192, block_size=GRAIN)
         info = pb.WorkerInfo(worker_id=f"w{number}", incarnation=f"w{number}", role=role, card=card)
@@ -66,7 +102,7 @@ class Fleet:
         load, rng = pb.LoadReport(state=pb.WORKER_STATE_READY), self.rng
         if rng.random() < 0.95:
             load.kv.num_total_blocks, load.kv.tokens_per_block = rng.choice((100, 1_000)), GRAIN
-            load.kv.num_free_blocks, load.kv.bytes_per_block = rng.choice((0, 3, 90)), 4_096
+            load.kv.num_free_blocks, load.kv.bytes_per_block = rng.choice((0, 3, 90)), rng.choice((4_096, 1 << 21))
         if rng.random() < 0.8:
             load.counters.update({"prompt_tokens_computed": rng.uniform(500, 5_000), "step_seconds": 1.0})
             load.counters.update({"steps": rng.choice((50.0, 100.0)), "tokens_generated": 100.0})
@@ -126,7 +162,7 @@ def _as_text(route: Route) -> tuple[object, ...]:
     return route.prefill_id, [each.worker_id for each in route.decodes], route.reason, route.cost, route.predicted_ms
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_routes_are_those_that_numpy_chooses(seed: int) -> None:
     ours, other = Fleet(seed, compiled_routing()), Fleet(seed, None)
     kinds = set()
@@ -184,6 +220,8 @@ def test_the_library_of_the_package_is_taken_first(tmp_path: Path, monkeypatch: 
     assert built is not None
     prebuilt = tmp_path / "prebuilt"
     prebuilt.mkdir()
+    (prebuilt / file_name(platform.machine())).write_text("damaged")
+    assert load_routing(tmp_path / "built", prebuilt) is not None, "what the package has is of no use: it is compiled"
     built.rename(prebuilt / file_name(platform.machine()))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -200,3 +238,15 @@ def test_a_file_that_is_no_library_leaves_the_work_to_numpy(
     monkeypatch.setenv("CXX", str(compiler))
     assert load_routing(tmp_path / "cache", tmp_path / "none") is None
     assert "routing_not_compiled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("says", ["", "\\377\\376"])
+def test_a_compiler_that_says_nothing_or_no_text_is_used(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_routing()
+    compiler = tmp_path / "odd"
+    compiler.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then printf \'{says}\'; else exec g++ "$@"; fi\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_routing(tmp_path / "cache", tmp_path / "none") is not None

@@ -310,3 +310,16 @@ def test_a_decision_looks_at_few_of_a_thousand_workers(monkeypatch: pytest.Monke
     with pytest.raises(ModelNotFound, match="served here: m"):
         harness.router.choose(RoutingRequest("another", 500, 64))
     assert num_seen == 0
+
+
+def test_a_host_may_lose_its_kv_service_where_all_have_large_arenas() -> None:
+    """Free bytes and windows are whole numbers then, and those of a host without one are infinite."""
+    harness = Harness()
+    for number in range(NUM_WORKERS):
+        service = pb.KvServiceLoad(arena_bytes=1 << 28, arena_free_bytes=1 << 28, store=pb.KvStoreLoad(total_bytes=1))
+        load = pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=service)
+        beat = cp.HeartbeatRequest(worker_id=f"kv{number}", incarnation=f"kv{number}-1", load=load)
+        assert harness.registry.heartbeat(beat)
+    harness.router.choose(UNCACHED)
+    harness.registry.deregister("kv7", "kv7-1")
+    assert "p7" not in harness.names()

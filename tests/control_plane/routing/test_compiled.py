@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog.testing
 
 from control_plane.block_chain import BlockHashes
 from control_plane.compiled_routing import load_routing
@@ -229,15 +230,15 @@ def test_the_library_of_the_package_is_taken_first(tmp_path: Path, monkeypatch: 
     assert load_routing(tmp_path / "empty", tmp_path / "none") is None, "no compiler, and no library"
 
 
-def test_a_file_that_is_no_library_leaves_the_work_to_numpy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_library_leaves_the_work_to_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "imitation"
     compiler.write_text(COMPILER.format(log=tmp_path / "log"))
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert load_routing(tmp_path / "cache", tmp_path / "none") is None
-    assert "routing_not_compiled" in capsys.readouterr().out
+    with structlog.testing.capture_logs() as logs:
+        assert load_routing(tmp_path / "cache", tmp_path / "none") is None
+    (told,) = logs
+    assert told["event"] == "routing_not_compiled" and "delete the file to compile it again" in told["reason"]
 
 
 @pytest.mark.parametrize("says", ["", "\\377\\376"])

@@ -39,8 +39,8 @@ _MAX_PAUSE_SECONDS = 8.0
 _BROKEN_SECONDS = 10.0
 _MAX_BROKEN_SECONDS = 320.0
 """The same if the file itself cannot be used: it is fetched whole each time, and stays as it is."""
-REGISTRATION_SECONDS = 5.0
-"""Workers that live call a gateway within a second of one another once it can be reached; a call may be lost."""
+REGISTRATION_SECONDS = 10.0
+"""Workers that live call a gateway within a second of one another once it can be reached; one may be starting again."""
 _MAX_GONE = 1024
 _DESCRIPTION_BYTES = 4096
 """Of a description without its files."""

@@ -277,17 +277,15 @@ class CostModel:
     ) -> tuple[CachedPrefix, int, float]:
         """Return what is cached for a worker, the tokens left to compute, and the milliseconds of loading."""
         figures, size, num_tokens = worker.figures, request.grain, request.num_prompt_tokens
-        own, host, remote, remote_host = match.seen_from(worker.incarnation, figures.host_id)
-        if not (own or host or remote):
-            return NOTHING_CACHED, max(1, num_tokens), 0.0
-        bytes_per_grain = figures.bytes_per_block * size / (figures.tokens_per_block or size)
+        host_id = figures.host_id
+        own, host, remote, remote_host = match.seen_from(worker.incarnation, host_id)
         num_found = load_ms = 0.0
         if host:
-            num_found = size * host * self._store_hit_rates.get(figures.host_id, 1.0)
-            load_ms = 1000.0 * num_found / size * bytes_per_grain / _MEMORY_BYTES_PER_SECOND
+            num_found = size * host * self._store_hit_rates.get(host_id, 1.0)
+            load_ms = 1000.0 * num_found * figures.bytes_per_token / _MEMORY_BYTES_PER_SECOND
         if remote:
-            num_fetched = size * remote * self._remote_hit_rate(remote_host, figures.host_id)
-            fetch_ms = sources.fetch_ms(figures.host_id, remote * bytes_per_grain)
+            num_fetched = size * remote * self._remote_hit_rate(remote_host, host_id)
+            fetch_ms = sources.fetch_ms(host_id, remote * size * figures.bytes_per_token)
             if fetch_ms is None or fetch_ms >= 1000.0 * num_fetched / rate:  # computing them is sooner
                 remote, remote_host = 0, ""
             else:

@@ -37,9 +37,9 @@ from tests.ports import free_ports
 from tests.tandem_worker.kv_harness import until
 
 FIRST = 10
-STANDSTILL = 0.5
-"""Of this process, on a busy machine: the gateway leaves it out of all times, and the test's clock stands then anyway."""
 """Requests that a sick worker may get before it gets no more."""
+STANDSTILL = 0.5
+"""Seconds that this process may stand still: the gateway leaves them out, and the tests' clock has none of them."""
 
 
 class Clock:

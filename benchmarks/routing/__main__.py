@@ -226,6 +226,7 @@ async def measure(outcome: Outcome, sizes: Sequence[Size], progress: Progress) -
     times = ("p50, ms", "p99, ms", "p99 / p50", "the same of a fixed loop")
     head = ("workers", "models", "blocks", *times, "decisions/s of a core")
     outcome.sheets.append(Sheet("Processor time of Router.choose, beyond hashing", head, rows))
+    outcome.notes.append("scored by the compiled library" if load_routing() else "scored by numpy: there is no library")
     outcome.notes.append(DYNAMO)
 
 

@@ -71,9 +71,9 @@ class RouteFeedback:
         cached, size = call.estimate.cached, state.hashes.grain
         num_found = ledger.num_cached_tokens - cached.own
         host_id = call.link.worker.info.host_id
-        self._costs.store_used(host_id, cached.host, num_found)
+        self._costs.stores.used(host_id, cached.host, num_found)
         if num_found >= cached.host:  # else what is missing may be the worker's own, or its host's
-            self._costs.remote_used(cached.remote_host, host_id, cached.remote, num_found - cached.host)
+            self._costs.stores.used_from_afar(cached.remote_host, host_id, cached.remote, num_found - cached.host)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // size
@@ -233,7 +233,7 @@ class ReadinessProofs:
         spaces = {worker.space for worker in workers if worker.role == pb.WORKER_ROLE_DECODE}
         return any(
             worker.role == pb.WORKER_ROLE_PREFILL
-            and self._registry.has_kv_service(worker.info.kv_address)
+            and worker.info.kv_address in self._registry.kv_addresses()
             and worker.space in spaces
             for worker in workers
         )

@@ -15,6 +15,7 @@ from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import LONGEST_SILENCE_SECONDS
 from control_plane.fleet.worker_links import LinkPool
+from control_plane.routing.block_stores import NOTHING_CACHED
 from control_plane.routing.cost_model import PrefillEstimate
 from control_plane.routing.router import Route, Router
 from tandem.v1 import control_plane_pb2 as cp
@@ -151,9 +152,9 @@ class Submitter:
         link = self._links.get(worker)
         computes_prompt = choice_index is None or not submit.HasField("handle")
         estimate = route.estimate(worker) if computes_prompt else None
-        if estimate is not None:
-            submit.prefix_source, submit.prefix_source_id = estimate.source, estimate.source_id
-        if estimate is not None and estimate.source:
+        cached = estimate.cached if estimate is not None else NOTHING_CACHED
+        submit.prefix_source, submit.prefix_source_id = cached.source, cached.source_id
+        if estimate is not None and cached.source:
             submit.prefix_wait_ms = round(self._costs.prefix_wait_ms(estimate))
         num_tokens = submit.num_prompt_tokens + len(submit.token_ids)
         num_to_compute = estimate.num_computed_tokens if estimate is not None else num_tokens
@@ -164,8 +165,7 @@ class Submitter:
             num_decode_tokens=num_tokens + submit.sampling.max_tokens if is_decode else 0,
             num_answers=1 if is_decode else 0,
         )
-        num_cached = estimate.cached.own if estimate is not None else 0
-        num_counted = num_tokens - num_cached if is_decode else num_to_compute  # memory here, time there
+        num_counted = num_tokens - cached.own if is_decode else num_to_compute  # memory here, time there
         room = self._rooms.sent(worker, max(1, num_counted))
         submit.grant_tokens = room.num_tokens
         return WorkerCall(link, submit, entry, choice_index, estimate, room, self._rooms.on_room(worker))

@@ -35,7 +35,7 @@ class Status:
     reason: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Record:
     """What calls have shown of one incarnation."""
 

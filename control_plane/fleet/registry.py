@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -215,11 +215,11 @@ class WorkerRegistry:
         worker = self.kv_service_of(host_id)
         return worker if worker is not None and worker.is_usable and worker.figures.has_store else None
 
-    def has_kv_service(self, address: str) -> bool:
-        """Return whether a KV service with this address may be used."""
+    def kv_addresses(self) -> Set[str]:
+        """Return the addresses of the KV services that may be used."""
         if self._kv_addresses is None:
             self._kv_addresses = {each.info.address for each in self.workers(pb.WORKER_ROLE_KV) if each.is_usable}
-        return address in self._kv_addresses
+        return self._kv_addresses
 
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0, number: int = 0) -> None:
         """Add a worker or update it; another incarnation replaces the earlier one for good.

@@ -114,11 +114,12 @@ class WorkerHealth:
             if record is None or not record.waiting:
                 continue
             oldest = next(iter(record.waiting))
-            if now - oldest.sent_at < SLOW_SECONDS:
+            began_at, predicted_seconds = oldest.began_at, oldest.predicted_seconds
+            if began_at is None or predicted_seconds is None or now - began_at < SLOW_SECONDS:
                 continue
             if ratio is None and (ratio := self._times_of(worker).usual_ratio(self._out)) is None:
                 return well
-            if _is_overdue(oldest, ratio, now):
+            if _is_slow(now - began_at, expected_seconds(ratio, predicted_seconds)):
                 overdue.add(worker.incarnation)
         return [worker for worker in well if worker.incarnation not in overdue] if overdue else well
 
@@ -366,12 +367,6 @@ class WorkerHealth:
 
 def _is_slow(seconds: float, usual_seconds: float) -> bool:
     return seconds >= SLOW_TIMES * usual_seconds and seconds >= usual_seconds + SLOW_SECONDS
-
-
-def _is_overdue(watch: CallWatch, ratio: float, now: float) -> bool:
-    if watch.began_at is None or watch.predicted_seconds is None:
-        return False
-    return _is_slow(now - watch.began_at, expected_seconds(ratio, watch.predicted_seconds))
 
 
 def _floor_seconds(record: Record) -> float:

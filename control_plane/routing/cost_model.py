@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.worker_figures import ASSUMED_LINK, Link
-from control_plane.routing.hand_overs import HALF_LIFE_SECONDS, MAX_PAIRS, HandOverCost, HandOvers, Shown, shown
+from control_plane.routing.block_stores import NOTHING_CACHED, BlockStores, PromptCaches
+from control_plane.routing.hand_overs import HandOverCost, HandOvers, Shown, shown
 from control_plane.routing.prefill_rates import PrefillRates
 from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
 from control_plane.routing.sample_points import SamplePointIndex
@@ -26,15 +26,11 @@ ASSUMED_STEP_MS = 50.0
 EXPECTED_ANSWER_TOKENS = 256
 """Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 _ASSUMED_TOKENS_PER_SECOND = 1000.0
-_MEMORY_BYTES_PER_SECOND = 5e9
-"""From the host's store into a pool: one copy, beside other work."""
 _LATE_LOADS = 4.0
 """A worker waits so many times as long for another host's blocks as is predicted."""
 _OLD_WEIGHT = 0.8
 """Weight of earlier measurements in a moving average."""
 _OLD_WEIGHT_OF_PEERS = 0.98
-_LEAST_MISSED = 0.01
-"""Of what was expected in another host's store; less is none."""
 _TOKENS_OF_PEERS = 2_048
 """What a worker computed lately counts beside so many tokens at its peers' speed.
 
@@ -52,8 +48,6 @@ At least one answer is counted: an idle decode worker may get an answer at any m
 computes the prompt.
 """
 
-
-NOTHING_CACHED = CachedPrefix()
 _PREFILL = pb.WORKER_ROLE_PREFILL
 _Mean = tuple[str, str, pb.WorkerRole.ValueType]
 """Of what: prompts or answers; and of which workers."""
@@ -70,7 +64,7 @@ class _Computed(NamedTuple):
     """When the last one came."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """The facts of a request that decide its route."""
 
@@ -158,14 +152,10 @@ class PrefillEstimate(NamedTuple):
     worker: Worker
     cached: CachedPrefix
     """Tokens, as the index has them; the times below include how often the index was right lately."""
-    source: str
-    """Address of the KV service that remote tokens come from."""
     num_computed_tokens: int
     queue_ms: float
     load_ms: float
     compute_ms: float
-    source_id: str = ""
-    """The worker id of that KV service."""
 
     @property
     def total_ms(self) -> float:
@@ -201,6 +191,7 @@ class CostModel:
         self._in_flight = in_flight
         self._prefixes = prefixes
         self._clock = clock
+        self.stores = BlockStores(registry, clock)
         self.hand_overs = HandOvers(registry, clock)
         self._prefill_rates = PrefillRates(registry)
         self._typical_rates: dict[_Mean, tuple[float, float]] = {}
@@ -208,12 +199,6 @@ class CostModel:
         """Of the prompts that each decode worker computed."""
         self._computed_by_peers: dict[_Peers, _Computed] = {}
         """The same of all of a model, a numerics class and a role."""
-        self._store_hit_rates: dict[str, float] = {}
-        self._remote_misses: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
-        """Of what one host's store was said to have, the share that another host did not get, and when that was learnt.
-
-        A link may be cut, or a layout another one, which the index does not know.
-        """
         self._listeners: list[Callable[[str], None]] = []
         self._means: Means
         registry.listen(self._changed)
@@ -234,76 +219,41 @@ class CostModel:
         num_useful = (request.num_prompt_tokens - 1) // request.grain
         hashes = request.block_hashes
         match = self._prefixes.find(hashes if len(hashes) <= num_useful else hashes[:num_useful], space)
-        if all(map(self._registry.store_of, match.hosts)):
-            return match
-        stores = {host: num for host, num in match.hosts.items() if self._registry.store_of(host)}
-        return PrefixMatch(match.pools, stores)
+        return self.stores.usable(match)
 
     def estimate(self, worker: Worker, request: RoutingRequest, match: PrefixMatch) -> PrefillEstimate:
         """Predict when a worker would have the whole prompt, after the prompts that wait there already."""
-        return self.estimates([worker], request, match)[0]
+        return self.estimates([worker], request, self.caches(request, match))[0]
+
+    def caches(self, request: RoutingRequest, match: PrefixMatch) -> PromptCaches | None:
+        """Return what workers find of the prompt; None: nothing is cached."""
+        return self.stores.caches(match, request.grain, request.num_prompt_tokens)
 
     def estimates(
-        self, workers: Sequence[Worker], request: RoutingRequest, match: PrefixMatch
+        self, workers: Sequence[Worker], request: RoutingRequest, caches: PromptCaches | None
     ) -> list[PrefillEstimate]:
-        """Return the same for several workers of one role."""
+        """Return the same as `estimate` for several workers of one role."""
         if not workers:
             return []
         cached, num_missing, load_ms = NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
-        address = source_id = ""
-        sources = _Sources(self._registry, match) if match.pools or match.hosts else None
         is_prefill, typical = workers[0].role == _PREFILL, 0.0
         num_mine = self._in_flight.prefill_tokens.get  # `[]` of a Counter is slow if it has none
+        rate_of = self._prefill_rates.of
         estimates = []
         for worker in workers:
-            rate = self._prefill_rates.of(worker.incarnation) if is_prefill else self.computed_rate(worker)
+            incarnation, figures = worker.incarnation, worker.figures
+            rate = rate_of(incarnation) if is_prefill else self.computed_rate(worker)
             if not rate:
                 rate = typical = typical or self.typical_rate(*_peers(worker))
-            num_queued = num_mine(worker.incarnation, 0)
-            if is_prefill:
+            num_queued = num_mine(incarnation, 0)
+            if is_prefill and figures.num_tokens_in_flight > num_queued:
                 num_queued = self._num_left(worker, rate, num_queued)
             queue_ms = 1000.0 * num_queued / rate
-            if sources is not None:
-                cached, num_missing, load_ms = self._cached(worker, rate, request, match, sources)
-                address, source_id = (sources.address, sources.worker_id) if cached.remote else ("", "")
+            if caches is not None:
+                cached, num_missing, load_ms = caches.of(incarnation, figures, rate)
             compute_ms = 1000.0 * num_missing / rate
-            estimates.append(
-                PrefillEstimate(worker, cached, address, num_missing, queue_ms, load_ms, compute_ms, source_id)
-            )
+            estimates.append(PrefillEstimate(worker, cached, num_missing, queue_ms, load_ms, compute_ms))
         return estimates
-
-    def _cached(
-        self, worker: Worker, rate: float, request: RoutingRequest, match: PrefixMatch, sources: _Sources
-    ) -> tuple[CachedPrefix, int, float]:
-        """Return what is cached for a worker, the tokens left to compute, and the milliseconds of loading."""
-        figures, size, num_tokens = worker.figures, request.grain, request.num_prompt_tokens
-        host_id = figures.host_id
-        own, host, remote, remote_host = match.seen_from(worker.incarnation, host_id)
-        num_found = load_ms = 0.0
-        if host:
-            num_found = size * host * self._store_hit_rates.get(host_id, 1.0)
-            load_ms = 1000.0 * num_found * figures.bytes_per_token / _MEMORY_BYTES_PER_SECOND
-        if remote:
-            num_fetched = size * remote * self._remote_hit_rate(remote_host, host_id)
-            fetch_ms = sources.fetch_ms(host_id, remote * size * figures.bytes_per_token)
-            if fetch_ms is None or fetch_ms >= 1000.0 * num_fetched / rate:  # computing them is sooner
-                remote, remote_host = 0, ""
-            else:
-                load_ms += fetch_ms
-                num_found += num_fetched
-        if not (own or host or remote):
-            return NOTHING_CACHED, max(1, num_tokens), 0.0
-        num_missing = max(1, round(num_tokens - size * own - num_found))
-        return CachedPrefix(size * own, size * host, size * remote, remote_host), num_missing, load_ms
-
-    def _remote_hit_rate(self, from_host: str, to_host: str) -> float:
-        """Return the share of what a host's store is said to have that another host gets; unlearnt by half a minute."""
-        learnt = self._remote_misses.get((from_host, to_host))
-        if learnt is None:
-            return 1.0
-        missed, at = learnt
-        still: float = 0.5 ** ((self._clock() - at) / HALF_LIFE_SECONDS)
-        return 1.0 - still * missed
 
     def prefix_wait_ms(self, estimate: PrefillEstimate) -> float:
         """Return how long a worker may wait for what another host's store has: some times as long as predicted.
@@ -315,7 +265,7 @@ class CostModel:
 
     def local_ms(self, estimate: PrefillEstimate) -> float:
         """Return the cost of a prompt at a decode worker, the delay of the answers that run there included."""
-        worker, _, _, _, queue_ms, load_ms, compute_ms, _ = estimate
+        worker, _, _, queue_ms, load_ms, compute_ms = estimate
         num_running = max(1, worker.figures.num_running, self._in_flight.answers.get(worker.incarnation, 0))
         return queue_ms + (load_ms + compute_ms) * (1 + SHARE_OF_OTHERS * num_running)
 
@@ -439,24 +389,6 @@ class CostModel:
         what = shown(writer.figures, prefill.num_prompt_tokens, prefill.num_computed_tokens, max(0.0, compute_ms))
         self.hand_overs.ended(what, writer.figures.host_id, reader, num_bytes, took_ms)
 
-    def store_used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:
-        """Record how many of the tokens expected in a host's store were there."""
-        if num_expected_tokens > 0:
-            share = min(1.0, max(0.0, num_found / num_expected_tokens))
-            self._store_hit_rates[host_id] = _mixed(self._store_hit_rates.get(host_id, 1.0), share)
-
-    def remote_used(self, from_host: str, to_host: str, num_expected_tokens: int, num_found: int) -> None:
-        """Record how many of the tokens expected in another host's store came from there."""
-        if num_expected_tokens > 0:
-            share = min(1.0, max(0.0, num_found / num_expected_tokens))
-            key = from_host, to_host
-            missed = 1.0 - _mixed(self._remote_hit_rate(*key), share)
-            self._remote_misses.pop(key, None)
-            if missed > _LEAST_MISSED:
-                self._remote_misses[key] = missed, self._clock()
-                if len(self._remote_misses) > MAX_PAIRS:
-                    self._remote_misses.popitem(last=False)
-
     def _heard(self, worker: Worker) -> None:
         """Take a worker that has computed no prompt for long for one of its peers: it may have been slow for once."""
         computed = self._computed.get(worker.incarnation)
@@ -471,30 +403,6 @@ class CostModel:
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
             self._computed.pop(worker.incarnation, None)
-            if not any(other.info.host_id == worker.info.host_id for other in self._registry.workers()):
-                self._store_hit_rates.pop(worker.info.host_id, None)
-
-
-class _Sources:
-    """The host whose store has the most of a prompt, and what fetching from there takes."""
-
-    def __init__(self, registry: WorkerRegistry, match: PrefixMatch) -> None:
-        self._registry = registry
-        host_id, num_blocks = match.deepest_host
-        source = registry.store_of(host_id) if num_blocks else None
-        self.address, self.worker_id = ("", "") if source is None else (source.info.address, source.worker_id)
-        self._links: dict[str, Link | None] = {}
-
-    def fetch_ms(self, host_id: str, num_bytes: float) -> float | None:
-        """Return the milliseconds that a host's store would need to fetch so much, by what that has measured.
-
-        None: one of the hosts has no store.
-        """
-        if host_id not in self._links:
-            store = self._registry.store_of(host_id) if self.worker_id else None
-            self._links[host_id] = None if store is None else store.figures.links.get(self.address, ASSUMED_LINK)
-        link = self._links[host_id]
-        return None if link is None else link.latency_ms + 1000.0 * num_bytes / link.bytes_per_second
 
 
 def _subtract(counter: Counter[str], incarnation: str, number: int) -> None:
@@ -512,7 +420,3 @@ def _summed(old: _Computed | None, weight: float, num_tokens: int, seconds: floa
     if old is None:
         return _Computed(num_tokens, seconds, now)
     return _Computed(weight * old.num_tokens + num_tokens, weight * old.seconds + seconds, now)
-
-
-def _mixed(old: float, new: float) -> float:
-    return _OLD_WEIGHT * old + (1 - _OLD_WEIGHT) * new

@@ -34,11 +34,11 @@ class Group(NamedTuple):
 
     @property
     def num_decodes(self) -> int:
-        return sum(map(len, self.decodes))
+        return sum([len(table.incarnations) for table in self.decodes])
 
     @property
     def num_prefills(self) -> int:
-        return sum(map(len, self.prefills))
+        return sum([len(table.incarnations) for table in self.prefills])
 
 
 def preferences(groups: Sequence[Group], request: RoutingRequest) -> Iterator[tuple[Sequence[Group], str]]:
@@ -46,6 +46,10 @@ def preferences(groups: Sequence[Group], request: RoutingRequest) -> Iterator[tu
 
     A choice goes on where its blocks can be read, and in the numerics class that it was begun in, if that is possible.
     """
+    if not (request.preferred_space or request.preferred_class):  # nearly always
+        if groups:
+            yield groups, ""
+        return
     of_space = [group for group in groups if group.space == request.preferred_space] if request.preferred_space else []
     for wanted in (of_space, groups):
         for numerics_class in dict.fromkeys((request.preferred_class, "")):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,8 @@ _SAME = 0.05
 _DEFAULT_CHUNK_TOKENS = 512
 _NO_ARENA = Arena(math.inf, 4 << 20)
 _NO_LINKS: Mapping[str, Link] = {}
+_NO_PAIRS: Mapping[str, Pair] = {}
+_NOBODY: frozenset[str] = frozenset()
 
 
 class Shown(NamedTuple):
@@ -60,12 +62,8 @@ class Pair(NamedTuple):
 
     fixed_ms: float
     ms_per_byte: float
-
-
-class _Found(NamedTuple):
-    pair: Pair
-    until: float
-    """When it is found anew, monotonic seconds; inf: once something has changed."""
+    until: float | None = None
+    """When it is found anew, monotonic seconds; None: once something has changed."""
 
 
 class Known(NamedTuple):
@@ -111,7 +109,7 @@ class Reader(NamedTuple):
 
     def cost(self, shown: Shown, from_host: str, pair: Pair) -> HandOverCost:
         """Return the cost of reading it from a host, and what that is made of."""
-        (fixed_ms, ms_per_byte), num_bytes = pair, round(self.num_bytes)
+        (fixed_ms, ms_per_byte, _), num_bytes = pair, round(self.num_bytes)
         transfer_ms = ms_per_byte * num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
         wait_ms = 0.0 if from_host == self.host_id else ms_per_byte * self.num_lacking
         return HandOverCost(from_host, self.host_id, num_bytes, fixed_ms, transfer_ms, wait_ms, ms_per_byte)
@@ -119,7 +117,7 @@ class Reader(NamedTuple):
     def ms(self, shown: Shown, from_host: str, pair: Pair) -> float:
         """Return only the sum: the router compares some ten of them for each request."""
         host_id, bytes_per_token, num_bytes, num_lacking = self
-        fixed_ms, ms_per_byte = pair
+        fixed_ms, ms_per_byte, _ = pair
         num_left = num_late(num_bytes, shown, bytes_per_token, ms_per_byte)
         if from_host != host_id:
             num_left += num_lacking
@@ -163,20 +161,24 @@ class HandOvers:
         self._registry, self._clock = registry, clock
         self._learnt: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
         """By pair: fixed milliseconds, and when they were learnt."""
+        self._learnt_from: dict[str, set[str]] = {}
+        """The same pairs: where blocks are moved to, by the host from where."""
         self._links: dict[str, dict[str, Link]] = {}
         """Of the KV service of a host: as they count now, by address."""
+        self._readers: dict[str, set[str]] = {}
+        """The hosts with a link to an address."""
         self._arenas: dict[str, Arena] = {}
         self._addresses: dict[str, str] = {}
         """Of the hosts' KV services."""
         self._host_at: dict[str, str] = {}
         """The hosts by these addresses."""
-        self._pairs: dict[str, dict[str, _Found]] = {}
+        self._pairs: dict[str, dict[str, Pair]] = {}
         """By the host that blocks are moved to, and by that from where: as they were found last.
 
         Of most pairs nothing is known. Those with one host are one object: new ones would be work for the collector.
         """
         self._num_pairs = 0
-        self._strangers: dict[str, _Found] = {}
+        self._strangers: dict[str, Pair] = {}
         self._listeners: list[Listener] = []
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
@@ -206,30 +208,33 @@ class HandOvers:
 
     def pair(self, from_host: str, to_host: str) -> Pair:
         """Return what moving blocks takes, as of this second."""
-        to_here = self._pairs.get(to_host)
-        found = None if to_here is None else to_here.get(from_host)
-        if found is None or (found.until < math.inf and found.until <= self._clock()):
-            found = self._found(from_host, to_host)
-            if self._num_pairs >= 4 * MAX_PAIRS:
-                self._forget_pairs()
-            to_here = self._pairs.setdefault(to_host, {})
-            self._num_pairs += from_host not in to_here
-            to_here[from_host] = found
-        return found.pair
+        found = self._pairs.get(to_host, _NO_PAIRS).get(from_host)
+        if found is None or (found.until is not None and found.until <= self._clock()):
+            return self._find(from_host, to_host)
+        return found
 
-    def _found(self, from_host: str, to_host: str) -> _Found:
-        if not self.no_strangers(from_host, (to_host,)):
+    def _find(self, from_host: str, to_host: str) -> Pair:
+        """Find a pair anew, and keep it."""
+        found = self._found_now(from_host, to_host)
+        if self._num_pairs >= 4 * MAX_PAIRS:
+            self._forget_pairs()
+        to_here = self._pairs.setdefault(to_host, {})
+        self._num_pairs += from_host not in to_here
+        to_here[from_host] = found
+        return found
+
+    def _found_now(self, from_host: str, to_host: str) -> Pair:
+        if self._are_strangers(from_host, to_host):
             found = self._strangers.get(to_host)
             if found is None:
-                assumed_ms, ms_per_byte, _, _ = self.of_strangers(to_host)
-                found = self._strangers[to_host] = _Found(Pair(assumed_ms, ms_per_byte), math.inf)
+                found = self._strangers[to_host] = Pair(*self.of_strangers(to_host)[:2])
             return found
         fixed_ms, ms_per_byte, learnt_ms, learnt_at = self.known(from_host, to_host)
         if learnt_at == -math.inf:
-            return _Found(Pair(fixed_ms, ms_per_byte), math.inf)
+            return Pair(fixed_ms, ms_per_byte)
         now = self._clock()
         fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
-        return _Found(Pair(fixed_ms, ms_per_byte), now + REFRESH_SECONDS)
+        return Pair(fixed_ms, ms_per_byte, now + REFRESH_SECONDS)
 
     def known(self, from_host: str, to_host: str) -> Known:
         """Return what a pair is made of."""
@@ -245,14 +250,16 @@ class HandOvers:
         """Return what pairs with a host are made of where nothing is measured or learnt, except within the host."""
         return _assumed(ASSUMED_LINK, self.arena(to_host).window_bytes)
 
-    def no_strangers(self, from_host: str, to_hosts: Iterable[str]) -> list[str]:
-        """Return those of the hosts of whose pairs with one host more is known than `of_strangers`."""
-        address, learnt, links = self._addresses.get(from_host, ""), self._learnt, self._links
-        return [
-            host
-            for host in to_hosts
-            if address in links.get(host, _NO_LINKS) or (from_host, host) in learnt or host == from_host
-        ]
+    def not_strange_to(self, from_host: str) -> set[str]:
+        """Return the hosts of whose pairs with one host more is known than `of_strangers`."""
+        readers = self._readers.get(self._addresses.get(from_host, ""), _NOBODY)
+        return {from_host, *readers, *self._learnt_from.get(from_host, _NOBODY)}
+
+    def _are_strangers(self, from_host: str, to_host: str) -> bool:
+        if from_host == to_host or (from_host, to_host) in self._learnt:
+            return False
+        links = self._links.get(to_host)
+        return links is None or self._addresses.get(from_host, "") not in links
 
     def arena(self, host_id: str) -> Arena:
         return self._arenas.get(host_id, _NO_ARENA)
@@ -271,8 +278,11 @@ class HandOvers:
         mixed_ms = (1 - _NEW_WEIGHT) * pair.fixed_ms + _NEW_WEIGHT * fixed_ms
         self._learnt.pop(key, None)
         self._learnt[key] = mixed_ms, self._clock()
+        self._learnt_from.setdefault(key[0], set()).add(key[1])
         if len(self._learnt) > MAX_PAIRS:
-            self._pair_changed(self._learnt.popitem(last=False)[0])
+            oldest = self._learnt.popitem(last=False)[0]
+            _discard(self._learnt_from, *oldest)
+            self._pair_changed(oldest)
         self._pair_changed(key)
 
     # ------------------------------------------------------------------------------------------------- following
@@ -287,7 +297,8 @@ class HandOvers:
             del self._addresses[host_id]
             if self._host_at.get(before) == host_id:
                 del self._host_at[before]
-            self._links.pop(host_id, None)
+            for other in self._links.pop(host_id, _NO_LINKS):
+                _discard(self._readers, other, host_id)
             if self._arenas.pop(host_id, None) is not None:
                 for listener in self._listeners:
                     listener.arena_changed(host_id)
@@ -311,10 +322,12 @@ class HandOvers:
         links = self._links.setdefault(host_id, {})
         for address in [*(links.keys() - figures.links.keys())]:
             del links[address]
+            _discard(self._readers, address, host_id)
             self._pair_changed((self._host_at.get(address, ""), host_id))
         for address, link in figures.links.items():
             if not _is_same(links.get(address), link):
                 links[address] = link
+                self._readers.setdefault(address, set()).add(host_id)
                 self._pair_changed((self._host_at.get(address, ""), host_id))
 
     def _host_changed(self, host_id: str) -> None:
@@ -339,6 +352,14 @@ class HandOvers:
 def _assumed(link: Link, window_bytes: float) -> Known:
     ms = _ASSUMED_FIXED_MS + link.latency_ms
     return Known(ms, link.ms_per_byte(window_bytes), ms, -math.inf)
+
+
+def _discard(sets: dict[str, set[str]], key: str, value: str) -> None:
+    """Take a value out of the set of a key, and an empty set out of `sets`."""
+    values = sets[key]
+    values.discard(value)
+    if not values:
+        del sets[key]
 
 
 def _is_same(old: Link | None, new: Link) -> bool:

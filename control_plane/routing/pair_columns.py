@@ -95,8 +95,9 @@ class PairColumns:
         row, now = self._rows.get(from_host), self._clock()
         if row is None:
             known = self._strangers.copy("C")
-            for host in self._hand_overs.no_strangers(from_host, self.places):
-                known[:, self.places[host]] = self._hand_overs.known(from_host, host)
+            for host in self._hand_overs.not_strange_to(from_host):
+                if (place := self.places.get(host)) is not None:
+                    known[:, place] = self._hand_overs.known(from_host, host)
             row = self._rows[from_host] = _Row(known)
             while len(self._rows) > max(1, _MAX_PAIRS // len(self.places)):
                 self._rows.popitem(last=False)

@@ -46,7 +46,6 @@ class Route(NamedTuple):
     prefill: Worker | None
     """None: the decode worker computes the prompt."""
     decodes: tuple[Worker, ...]
-    reason: str
     predicted_ms: dict[str, float]
     estimates: Mapping[str, PrefillEstimate]
     """By incarnation, of the workers that may compute the prompt: the prefill worker, or each decode worker."""
@@ -54,6 +53,10 @@ class Route(NamedTuple):
     """What the route was compared to."""
     cost: tuple[bool, float] = (False, 0.0)
     """Of the first decode worker: whether its pool seems full, and the predicted ms of prompt and answer."""
+    num_in_group: tuple[int, int] = (0, 0)
+    """Prefill and decode workers."""
+    num_groups: int = 1
+    """That have a route, and share no KV blocks."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -66,6 +69,22 @@ class Route(NamedTuple):
     @property
     def decode_id(self) -> str:
         return self.decodes[0].worker_id
+
+    @property
+    def reason(self) -> str:
+        """Why these workers, in words; nobody reads this of a route through workers that turn out to be full."""
+        if not self.comparison.decodes:
+            return "nothing was compared"
+        (num_prefills, num_decodes), first = self.num_in_group, self.comparison.decodes[0]
+        if self.prefill is not None:
+            soonest = f"{self.estimate(self.prefill)}, the soonest of {num_prefills} prefill workers"
+            reason = f"{soonest}; {num_decodes} decode workers"
+        elif (hand_over_ms := self.predicted_ms.get("hand_over")) is not None:
+            reason = f"decode computes the prompt: {first.estimate}; handing over would take {hand_over_ms:.1f} ms"
+        else:
+            lack = "KV service" if num_prefills and self.comparison.may_hand_over else "prefill worker"
+            reason = f"no {lack}: decode computes the prompt"
+        return reason if self.num_groups == 1 else f"{reason}; in one of {self.num_groups} groups that share KV blocks"
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -153,8 +172,10 @@ class Router:
         if is_last_resort:
             among = self._shortlist.least_bad([table for group in groups for table in group.decodes], query.avoid)
         remote = self._prefill_estimates(groups, query)
-        found = [self._route_within(*each, query, among) for each in zip(groups, remote, strict=True)]
-        return [(group, route) for group, route in zip(groups, found, strict=True) if route is not None]
+        found = [
+            (group, self._route_within(group, each, query, among)) for group, each in zip(groups, remote, strict=True)
+        ]
+        return [(group, route) for group, route in found if route is not None]
 
     def _choose_group(self, routes: Sequence[tuple[Group, Route]], query: Query) -> Route:
         """Return one group's route: the session's, that of a known prefix, or one by free capacity.
@@ -175,7 +196,7 @@ class Router:
         ((_, drawn),) = self._rng.choices(able, weights)
         best = min((route for _, route in able if route.expects_cached), key=lambda route: route.cost, default=drawn)
         chosen = drawn if drawn.cost[1] <= TIE * best.cost[1] else best
-        return chosen._replace(reason=f"{chosen.reason}; in one of {len(routes)} groups that share KV blocks")
+        return chosen._replace(num_groups=len(routes))
 
     def _prefill_estimates(self, groups: Sequence[Group], query: Query) -> list[list[PrefillEstimate]]:
         """Return the estimates of each group's prefill candidates: of those that are well, if there are any."""
@@ -184,15 +205,14 @@ class Router:
             found: list[PrefillEstimate] = []
             for table in group.prefills:
                 workers = self._shortlist.prefills(table, query, among)
-                found += self.costs.estimates(workers, query.request, query.match(table.key.index_space))
+                found += self.costs.estimates(workers, query.request, query.caches(table.key.index_space))
             return found
 
         found = [of(group, None) for group in groups]
-        tables = [table for group in groups for table in group.prefills]
-        if any(found) or not tables:
+        if any(found):
             return found
-        among = self._shortlist.least_bad(tables, query.avoid)
-        return [of(group, among) for group in groups]
+        among = self._shortlist.least_bad([table for group in groups for table in group.prefills], query.avoid)
+        return [of(group, among) for group in groups] if among else found
 
     def _route_within(
         self, group: Group, remote: Sequence[PrefillEstimate], query: Query, among: Collection[str] | None
@@ -212,7 +232,7 @@ class Router:
         local: list[PrefillEstimate] = []
         for table in group.decodes:
             workers = self._shortlist.decodes(table, query, None if ways is None else prefill, hand_over, among)
-            local += self.costs.estimates(workers, request, query.match(table.key.index_space))
+            local += self.costs.estimates(workers, request, query.caches(table.key.index_space))
         return self._compared(group, query, remote, prefill, ways, hand_over, local) if local else None
 
     def _compared(
@@ -231,10 +251,17 @@ class Router:
         if first.prefill is not None:
             prefill = first.prefill
         comparison = self._comparison(query.request, remote, prefill, ranked)
+        num_in_group = group.num_prefills, group.num_decodes
+        predicted = {"decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS}
         if first.is_handed_over and prefill is not None:
-            return self._handed_over_route(prefill, first, decodes, group, comparison)
-        has_prefills = group.num_prefills > 0 and query.request.hand_over != "never"
-        return self._local_route(prefill, ranked, decodes, comparison, has_prefills=has_prefills)
+            predicted |= {**_parts("prefill", prefill), "hand_over": first.hand_over_ms, "local": first.local_ms}
+            estimates = {prefill.worker.incarnation: prefill}
+            return Route(prefill.worker, decodes, predicted, estimates, comparison, first.cost, num_in_group)
+        predicted |= {**_parts("local", first.estimate), "local": first.local_ms}
+        if prefill is not None and decodes[0].figures.kv_address:
+            predicted["hand_over"] = first.hand_over_ms
+        estimates = {option.estimate.worker.incarnation: option.estimate for option in ranked}
+        return Route(None, decodes, predicted, estimates, comparison, first.cost, num_in_group)
 
     def is_busy(self, decodes: Collection[Worker]) -> bool:
         """Whether a request would have to wait at each of these decode workers."""
@@ -285,11 +312,11 @@ class Router:
         step_ms = sum(measured) / len(measured) if measured else ASSUMED_STEP_MS
         answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * step_ms
         num_prompt_tokens, num_tokens = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
-        sent, options = self.in_flight.decode_tokens, []
+        sent, local_ms_of, options = self.in_flight.decode_tokens.get, self.costs.local_ms, []
         for estimate in local:
             worker = estimate.worker
-            figures, num_mine = worker.figures, sent.get(worker.incarnation, 0)
-            local_ms = prompt_ms = self.costs.local_ms(estimate)
+            figures, num_mine = worker.figures, sent(worker.incarnation, 0)
+            local_ms = prompt_ms = local_ms_of(estimate)
             load = _load(figures, num_mine, num_tokens)
             is_handed_over, prefill, hand_over_ms = False, None, 0.0
             if ways is not None and figures.kv_address:
@@ -306,7 +333,9 @@ class Router:
         # What prefill takes is the same for each of them: the rest is compared.
         common = best.prefill.total_ms if best.is_handed_over and best.prefill is not None else 0.0
         limit = best.cost[1] + (TIE - 1) * (best.cost[1] - common)
-        num_ties = sum(option.cost[0] == best.cost[0] and option.cost[1] <= limit for option in options)
+        num_ties = 1
+        while num_ties < len(options) and options[num_ties].cost <= (best.cost[0], limit):
+            num_ties += 1
         if num_ties > 1:
             first = self._rng.choice(range(num_ties))
             options.insert(0, options.pop(first))
@@ -377,45 +406,6 @@ class Router:
             may_hand_over=request.hand_over != "never",
         )
 
-    def _handed_over_route(
-        self,
-        prefill: PrefillEstimate,
-        first: ComparedDecode,
-        decodes: tuple[Worker, ...],
-        group: Group,
-        comparison: Comparison,
-    ) -> Route:
-        predicted = {
-            "decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS,
-            **_parts("prefill", prefill),
-            "hand_over": first.hand_over_ms,
-            "local": first.local_ms,
-        }
-        reason = f"{prefill}, the soonest of {group.num_prefills} prefill workers; {group.num_decodes} decode workers"
-        estimates = {prefill.worker.incarnation: prefill}
-        return Route(prefill.worker, decodes, reason, predicted, estimates, comparison, first.cost)
-
-    def _local_route(
-        self,
-        prefill: PrefillEstimate | None,
-        ranked: Sequence[ComparedDecode],
-        decodes: tuple[Worker, ...],
-        comparison: Comparison,
-        *,
-        has_prefills: bool,
-    ) -> Route:
-        first, estimate = ranked[0], ranked[0].estimate
-        estimates = {option.estimate.worker.incarnation: option.estimate for option in ranked}
-        predicted = {"decode_step": decodes[0].figures.step_ms or ASSUMED_STEP_MS, **_parts("local", estimate)}
-        predicted["local"] = first.local_ms
-        if prefill is None or not estimate.worker.figures.kv_address:
-            why = "no KV service" if has_prefills else "no prefill worker"
-            reason = f"{why}: decode computes the prompt"
-            return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
-        predicted["hand_over"] = first.hand_over_ms
-        reason = f"decode computes the prompt: {estimate}; handing over would take {predicted['hand_over']:.1f} ms"
-        return Route(None, decodes, reason, predicted, estimates, comparison, first.cost)
-
 
 def _most_ms(least_ms: float) -> float:
     """Return how long the session's or the key's worker may take where the soonest takes so long."""
@@ -442,5 +432,5 @@ def _cached(estimate: PrefillEstimate) -> dict[str, Any]:
         "cached_own_tokens": estimate.cached.own,
         "cached_host_tokens": estimate.cached.host,
         "cached_remote_tokens": estimate.cached.remote,
-        "prefix_source": estimate.source,
+        "prefix_source": estimate.cached.source,
     }

@@ -17,6 +17,7 @@ import numpy as np
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing import rendezvous
+from control_plane.routing.block_stores import PromptCaches
 from control_plane.routing.cost_model import CostModel, HandOver, PrefillEstimate, RoutingRequest
 from control_plane.routing.groups import Group
 from control_plane.routing.pair_columns import PairColumns
@@ -56,7 +57,7 @@ _LATER_ROUNDS = (4 * NUM_CANDIDATES, 16 * NUM_CANDIDATES, 64 * NUM_CANDIDATES)
 """Workers that are looked at, until one of them is well."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Query:
     """A request that is routed, and what is the same for all groups of workers."""
 
@@ -69,7 +70,7 @@ class Query:
     """Only decode workers of this class; "": of any."""
     homes: set[str] = field(default_factory=set)
     """Workers that this request goes to at any gateway, unless others are much sooner: nobody has its beginning."""
-    _matches: dict[bytes, PrefixMatch] = field(default_factory=dict)
+    _found: dict[bytes, tuple[PrefixMatch, PromptCaches | None]] = field(default_factory=dict)
     _keys: list[int | None] = field(default_factory=list)
 
     @property
@@ -79,10 +80,17 @@ class Query:
         return self._keys[0]
 
     def match(self, space: bytes) -> PrefixMatch:
-        """Return where the prompt's blocks are, of an index space; found once per request."""
-        found = self._matches.get(space)
-        if found is None:
-            found = self._matches[space] = self.costs.match(self.request, space)
+        """Return where the prompt's blocks are, of an index space."""
+        return (self._found.get(space) or self._find(space))[0]
+
+    def caches(self, space: bytes) -> PromptCaches | None:
+        """Return what workers find of the prompt, by that."""
+        return (self._found.get(space) or self._find(space))[1]
+
+    def _find(self, space: bytes) -> tuple[PrefixMatch, PromptCaches | None]:
+        """Look once per request."""
+        match = self.costs.match(self.request, space)
+        found = self._found[space] = match, self.costs.caches(self.request, match)
         return found
 
 
@@ -182,9 +190,9 @@ class Shortlist:
         decide.
         """
         key = None if last in table.row_of or query.key is None or _is_held(table, query) else query.key
+        out = self._health.out
         avoid = table.rows(query.avoid) if query.avoid else []
-        out = table.rows(self._health.out) if self._health.out else []
-        return Choice(key, avoid, out, self._rng.random())
+        return Choice(key, avoid, table.rows(out) if out else [], self._rng.random())
 
     def _candidates(
         self, table: WorkerTable, scored: Scored, query: Query, last: str, among: Collection[str] | None
@@ -200,17 +208,19 @@ class Shortlist:
         if is_short(table):
             return self._able(table, picked, among)
         match = query.match(table.key.index_space)
-        wanted = [last, *_deepest(match.pools, table.row_of)]
+        wanted = table.rows([last, *_deepest(match.pools, table.row_of)])
         for host in _deepest(match.hosts, table.on_host):
-            wanted.append(min(table.on_host[host], key=lambda each: score.item(table.row_of[each])))
-        rows = dict.fromkeys([row for row in table.rows(wanted) if score.item(row) < math.inf])
+            wanted.append(min(table.rows(table.on_host[host]), key=score.item))
+        rows = dict.fromkeys([row for row in wanted if score.item(row) < math.inf])
         num_others = NUM_CANDIDATES
         if table.key.role == pb.WORKER_ROLE_DECODE:
             num_others = max(_NUM_OTHERS, NUM_CANDIDATES - len(rows))
         for number in (*_LATER_ROUNDS, 0):
             others = [row for row in picked if row not in rows][:num_others]
             able = self._able(table, [*rows, *others], among)
-            if not number or not picked or not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
+            if len(able) == len(rows) + len(others) or not number or not picked:
+                break
+            if not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
                 break
             score[[*rows, *others]] = np.inf
             picked, num_others = pick(score, number, self._rng.random()), number
@@ -227,10 +237,11 @@ class Shortlist:
 
     def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
         """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
-        workers = [table.workers[row] for row in rows]
+        of_rows = table.workers
+        workers = [of_rows[row] for row in rows]
         if table.key.role == pb.WORKER_ROLE_PREFILL:
-            has_kv_service = self._registry.has_kv_service
-            workers = [worker for worker in workers if has_kv_service(worker.figures.kv_address)]
+            addresses = self._registry.kv_addresses()
+            workers = [worker for worker in workers if worker.figures.kv_address in addresses]
         return self._health.well(workers) if among is None else workers
 
 
@@ -279,7 +290,10 @@ def _shares(values: Sequence[float]) -> list[float]:
 
 def _is_held(table: WorkerTable, query: Query) -> bool:
     """Return whether a worker of the table, or its host, has half of the prompt or more."""
-    match, least = query.match(table.key.index_space), max(1, len(query.request.block_hashes) // 2)
+    match = query.match(table.key.index_space)
+    if not (match.pools or match.hosts):
+        return False
+    least = max(1, len(query.request.block_hashes) // 2)
     for places, known in ((match.pools, table.row_of), (match.hosts, table.on_host)):
         for place, number in places.items():
             if number >= least and place in known:

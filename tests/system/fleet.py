@@ -303,7 +303,7 @@ class PinnedRouter(Router):
     def choose(self, request: RoutingRequest, avoid: Any = ()) -> Route:
         decode, prefill = (_named(self._registry, name) if name else None for name in self._names)
         assert decode is not None, f"{self._names[0]} is not registered"
-        return Route(prefill, (decode,), "pinned by the test", {}, {})
+        return Route(prefill, (decode,), {}, {})
 
 
 async def until(

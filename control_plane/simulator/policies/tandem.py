@@ -144,7 +144,7 @@ class TandemPolicy:
             return None
         estimate = route.estimate(route.prefill or route.decodes[0])
         cached = estimate.cached if estimate is not None else None
-        source = estimate.source_id if estimate is not None else ""
+        source = estimate.cached.source_id if estimate is not None else ""
         return Placement(
             None if route.prefill is None else _number_of(route.prefill),
             tuple(map(_number_of, route.decodes)),
@@ -207,10 +207,10 @@ class TandemPolicy:
         if estimate is None:
             return
         cached, num_found = estimate.cached, job.num_cached - estimate.cached.own
-        self.router.costs.store_used(reader.info.host_id, cached.host, num_found)
+        self.router.costs.stores.used(reader.info.host_id, cached.host, num_found)
         if num_found >= cached.host:
             num_fetched = num_found - cached.host
-            self.router.costs.remote_used(cached.remote_host, reader.info.host_id, cached.remote, num_fetched)
+            self.router.costs.stores.used_from_afar(cached.remote_host, reader.info.host_id, cached.remote, num_fetched)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // GRAIN

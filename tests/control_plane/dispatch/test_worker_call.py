@@ -18,7 +18,7 @@ def ledger(scheduled: int, first_token: int, finished: int, **fields: int) -> pb
 
 
 def estimate(host: int, remote: int) -> PrefillEstimate:
-    return PrefillEstimate(None, CachedPrefix(16, host, remote, "h"), "", 0, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
+    return PrefillEstimate(None, CachedPrefix(16, host, remote, "h"), 0, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
 
 
 def test_a_handed_over_request_has_its_seconds_at_both_workers() -> None:

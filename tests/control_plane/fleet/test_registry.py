@@ -287,7 +287,7 @@ def test_kv_services_are_found_by_their_place_while_they_may_be_used() -> None:
     def places() -> tuple[list[str], list[str]]:
         registry = harness.registry
         return [each for each in "ab" if registry.store_of(each)], [
-            each for each in "ab" if registry.has_kv_service(f"{each}:1")
+            each for each in "ab" if f"{each}:1" in registry.kv_addresses()
         ]
 
     assert places() == ([], [])

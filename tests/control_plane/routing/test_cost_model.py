@@ -150,10 +150,10 @@ def test_a_store_that_does_not_keep_its_promises_is_believed_less_and_again_once
     costs = harness.router.costs
     assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801.0)
     for _ in range(20):
-        costs.store_used("h", 800, 0)
+        costs.stores.used("h", 800, 0)
     assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(1601, rel=0.02)
     for _ in range(20):
-        costs.store_used("h", 800, 800)
+        costs.stores.used("h", 800, 800)
     assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801, rel=0.02)
 
 
@@ -317,12 +317,12 @@ def test_what_another_host_does_not_deliver_is_expected_less_and_again_after_som
         return route.describe()["cached_remote_tokens"], route.predicted_ms["compute"]
 
     assert remote() == pytest.approx((800, 801.0))
-    harness.router.costs.remote_used("far", "h", 800, 0)
+    harness.router.costs.stores.used_from_afar("far", "h", 800, 0)
     assert remote() == pytest.approx((800, 801.0 + 160))
     for _ in range(20):
-        harness.router.costs.remote_used("far", "h", 800, 0)
+        harness.router.costs.stores.used_from_afar("far", "h", 800, 0)
     assert remote() == pytest.approx((0, 1601.0))
-    harness.router.costs.remote_used("far", "elsewhere", 800, 800)
+    harness.router.costs.stores.used_from_afar("far", "elsewhere", 800, 800)
     harness.now += 600.0
     assert remote() == pytest.approx((800, 801.0), rel=0.01)
 

@@ -360,3 +360,36 @@ def test_columns_say_what_single_costs_say_for_any_figures() -> None:
         harness.costs.ended(what, hosts[rng.integers(6)], readers[rng.integers(6)], 10_000, rng.uniform(0, 100))
         for each in hosts:
             assert harness.column(each, what) == pytest.approx([harness.cost(each, one, what).ms for one in readers])
+
+
+def test_a_column_that_is_made_now_says_what_single_costs_say_whatever_has_come_and_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new column looks only at hosts of which something is known: none of them may be missed."""
+    monkeypatch.setattr(hand_overs, "MAX_PAIRS", 8)
+    rng, hosts = np.random.default_rng(2), [f"h{number}" for number in range(6)]
+    harness = Harness(*hosts)
+    readers = [harness.add(f"d-{host}", DECODE, host) for host in hosts]
+    what = Shown(2000, 500, 100.0)
+    num_known = 0
+    for _ in range(300):
+        host = hosts[rng.integers(6)]
+        match rng.integers(5):
+            case 0:
+                harness.kv(host, f"{host}:{rng.integers(1, 3)}")
+            case 1:
+                harness.registry.deregister(f"kv-{host}", f"kv-{host}-1")
+            case 2 if harness.registry.get(f"kv-{host}") is not None:
+                far = [each for each in hosts if each != host and rng.integers(2)]
+                report = harness.kv_load()
+                report.kv_service.links.extend([pb.KvLink(address=f"{each}:1", **FAR) for each in far])  # type: ignore[arg-type]
+                harness.report(host, report)
+            case _:
+                harness.costs.ended(what, host, readers[rng.integers(6)], 10_000, rng.uniform(0, 100))
+        harness.now += 1.0
+        columns = PairColumns(hosts, harness.costs, lambda: harness.now)
+        for each in hosts:
+            wanted = [harness.cost(each, one, what).ms for one in readers]
+            assert columns.ms(what, each, readers[0].figures.bytes_per_token) == pytest.approx(wanted)
+            num_known += len(harness.costs.not_strange_to(each)) - 1
+    assert num_known > 1000

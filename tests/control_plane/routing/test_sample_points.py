@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from control_plane.block_chain import BlockHashes
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
+from control_plane.routing.prefix_index import PrefixMatch
 from control_plane.routing.router import Router
 from control_plane.routing.sample_points import (
     Keys,
@@ -56,16 +56,14 @@ def test_sample_points_are_blocks_1_2_4_8_16_and_then_each_16th() -> None:
         assert ends == [end for end in (1, 2, 4, 8, *range(16, 200, 16)) if end <= num_blocks]
 
 
-def test_a_run_is_counted_in_the_pool_then_on_the_host_then_elsewhere() -> None:
+def test_the_longest_run_of_each_pool_and_store_is_found() -> None:
     index = SamplePointIndex()
     index.learn(CHAIN[:2], "a-1", "host-a", space=SPACE)
     index.learn(CHAIN[:4], "b-1", "host-a", space=SPACE)
     index.learn(CHAIN[:8], "c-1", "host-c", space=SPACE)
     match = index.find(CHAIN, SPACE)
-    assert match.seen_from("a-1", "host-a") == CachedPrefix(own=2, host=2, remote=4, remote_host="host-c")
-    assert match.seen_from("c-1", "host-c") == CachedPrefix(own=8)
-    assert match.seen_from("c-2", "host-c") == CachedPrefix(host=8)
-    assert match.seen_from("new", "host-b") == CachedPrefix(remote=8, remote_host="host-c")
+    assert match.pools == {"a-1": 2, "b-1": 4, "c-1": 8}
+    assert match.hosts == {"host-a": 4, "host-c": 8}
     assert index.find(CHAIN) == PrefixMatch()  # of another space
     assert index.find(a_chain(40, "other"), SPACE) == PrefixMatch()
     assert index.find([], SPACE) == PrefixMatch()
@@ -74,8 +72,7 @@ def test_a_run_is_counted_in_the_pool_then_on_the_host_then_elsewhere() -> None:
 def test_what_was_pulled_is_in_the_pool_and_not_on_the_host() -> None:
     index = SamplePointIndex()
     index.learn(CHAIN[:8], "d-1", "")
-    assert index.find(CHAIN).seen_from("d-1", "host-a") == CachedPrefix(own=8)
-    assert index.find(CHAIN).seen_from("d-2", "host-a") == CachedPrefix()
+    assert index.find(CHAIN) == PrefixMatch({"d-1": 8}, {})
 
 
 def test_the_next_turn_of_a_session_finds_the_end_of_the_turn_before() -> None:
@@ -169,7 +166,7 @@ def test_memory_is_taken_before_the_first_point_and_never_again() -> None:
     index = SamplePointIndex()
     index.take_memory()
     index.learn(CHAIN[:8], "a-1", "host-a")
-    assert index.find(CHAIN).seen_from("a-1", "host-a") == CachedPrefix(own=8)
+    assert index.find(CHAIN) == PrefixMatch({"a-1": 8}, {"host-a": 8})
     with pytest.raises(AssertionError, match="would be lost"):
         index.take_memory()
 

@@ -1,0 +1,172 @@
+"""Predicts what a worker finds of a prompt in caches: in its own pool, in its host's block store, in another host's.
+
+A store may have less than the index says, and a link may be cut, which the index does not know: both are learnt from
+requests, and unlearnt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_figures import ASSUMED_LINK, Link, WorkerFigures
+from control_plane.routing.hand_overs import HALF_LIFE_SECONDS, MAX_PAIRS
+from control_plane.routing.prefix_index import CachedPrefix, PrefixMatch
+from tandem.v1 import types_pb2 as pb
+
+NOTHING_CACHED = CachedPrefix()
+_MEMORY_BYTES_PER_SECOND = 5e9
+"""From the host's store into a pool: one copy, beside other work."""
+_OLD_WEIGHT = 0.8
+"""Weight of earlier requests in a moving average."""
+_LEAST_MISSED = 0.01
+"""Of what was expected in another host's store; less is none."""
+
+
+class _Store(NamedTuple):
+    """The block store of a host, as of its last report."""
+
+    address: str
+    worker_id: str
+    """Of its KV service."""
+    links: Mapping[str, Link]
+    """To other stores, by their addresses."""
+
+
+class BlockStores:
+    """Follows the stores of all hosts. On the registry's event loop; `clock` gives monotonic seconds."""
+
+    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
+        self._stores: dict[str, _Store] = {}
+        """By host."""
+        self._hit_rates: dict[str, float] = {}
+        """By host: of what its store was said to have, the share that its workers got."""
+        self._missed: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        """Of what one host's store was said to have, the share that another host did not get, and when that was learnt.
+
+        Monotonic seconds.
+        """
+        registry.listen(self._changed)
+        registry.listen_to_loads(self._reported)
+        for worker in registry.workers(pb.WORKER_ROLE_KV):
+            self._reported(worker)
+
+    # ------------------------------------------------------------------------------------------------- predicting
+
+    def usable(self, match: PrefixMatch) -> PrefixMatch:
+        """Return a match without the hosts that have no store to read from."""
+        stores = self._stores
+        for host in match.hosts:
+            if host not in stores:
+                return PrefixMatch(match.pools, {each: num for each, num in match.hosts.items() if each in stores})
+        return match
+
+    def caches(self, match: PrefixMatch, grain: int, num_tokens: int) -> PromptCaches | None:
+        """Return what workers find of a prompt of so many tokens; None: nothing is cached. A block has `grain`."""
+        return PromptCaches(self, match, grain, num_tokens) if match.pools or match.hosts else None
+
+    def store(self, host_id: str) -> _Store | None:
+        return self._stores.get(host_id)
+
+    def hit_rate(self, host_id: str) -> float:
+        """Return the share of what a host's store is said to have that its workers get."""
+        return self._hit_rates.get(host_id, 1.0)
+
+    def remote_hit_rate(self, from_host: str, to_host: str) -> float:
+        """Return the share of what a host's store is said to have that another host gets; unlearnt by half a minute."""
+        learnt = self._missed.get((from_host, to_host)) if self._missed else None
+        if learnt is None:
+            return 1.0
+        missed, at = learnt
+        still: float = 0.5 ** ((self._clock() - at) / HALF_LIFE_SECONDS)
+        return 1.0 - still * missed
+
+    # --------------------------------------------------------------------------------------------------- learning
+
+    def used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:
+        """Record how many of the tokens expected in a host's store were there."""
+        if num_expected_tokens > 0:
+            self._hit_rates[host_id] = _mixed(self.hit_rate(host_id), num_found / num_expected_tokens)
+
+    def used_from_afar(self, from_host: str, to_host: str, num_expected_tokens: int, num_found: int) -> None:
+        """Record how many of the tokens expected in another host's store came from there."""
+        if num_expected_tokens > 0:
+            key = from_host, to_host
+            missed = 1.0 - _mixed(self.remote_hit_rate(*key), num_found / num_expected_tokens)
+            self._missed.pop(key, None)
+            if missed > _LEAST_MISSED:
+                self._missed[key] = missed, self._clock()
+                if len(self._missed) > MAX_PAIRS:
+                    self._missed.popitem(last=False)
+
+    # -------------------------------------------------------------------------------------------------- following
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        self._reported(worker)
+        host_id = worker.info.host_id
+        if not is_here and not any(other.info.host_id == host_id for other in self._registry.workers()):
+            self._hit_rates.pop(host_id, None)
+
+    def _reported(self, worker: Worker) -> None:
+        if worker.role != pb.WORKER_ROLE_KV:
+            return
+        host_id = worker.info.host_id
+        store = self._registry.store_of(host_id)
+        if store is None:
+            self._stores.pop(host_id, None)
+        else:
+            self._stores[host_id] = _Store(store.info.address, store.worker_id, store.figures.links)
+
+
+class PromptCaches:
+    """Where one prompt is cached, as the index has it at this moment."""
+
+    def __init__(self, stores: BlockStores, match: PrefixMatch, grain: int, num_tokens: int) -> None:
+        self._stores, self._pools, self._hosts = stores, match.pools, match.hosts
+        self._grain, self._num_tokens = grain, num_tokens
+        self._from_host = from_host = max(match.hosts, key=match.hosts.__getitem__, default="")
+        source = stores.store(from_host) if from_host else None
+        self._num_there = 0 if source is None else match.hosts[from_host]
+        self._address, self._source_id = ("", "") if source is None else source[:2]
+        self._all_remote = self._cached(0, 0, self._num_there)
+
+    def of(self, incarnation: str, figures: WorkerFigures, rate: float) -> tuple[CachedPrefix, int, float]:
+        """Return a worker's cached tokens, those left to compute, and the milliseconds of loading.
+
+        `rate`: prompt tokens that the worker computes per second. What takes longer to fetch is computed.
+        """
+        size, host_id, stores = self._grain, figures.host_id, self._stores
+        own, host = self._pools.get(incarnation, 0), self._hosts.get(host_id, 0)
+        host = host - own if host > own else 0
+        remote = self._num_there - own - host
+        num_found = load_ms = 0.0
+        if host:
+            num_found = size * host * stores.hit_rate(host_id)
+            load_ms = 1000.0 * num_found * figures.bytes_per_token / _MEMORY_BYTES_PER_SECOND
+        if remote > 0 and (store := stores.store(host_id)) is not None:
+            num_fetched = size * remote * stores.remote_hit_rate(self._from_host, host_id)
+            latency_ms, bytes_per_second, _ = store.links.get(self._address, ASSUMED_LINK)
+            fetch_ms = latency_ms + 1000.0 * remote * size * figures.bytes_per_token / bytes_per_second
+            if fetch_ms < 1000.0 * num_fetched / rate:
+                load_ms += fetch_ms
+                num_found += num_fetched
+                cached = self._cached(own, host, remote) if own or host else self._all_remote
+                return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms
+        if not (own or host):
+            return NOTHING_CACHED, max(1, self._num_tokens), 0.0
+        cached = CachedPrefix(size * own, size * host)
+        return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms
+
+    def _cached(self, own: int, host: int, remote: int) -> CachedPrefix:
+        """Return so many blocks as tokens, some of them of the source."""
+        size = self._grain
+        return CachedPrefix(size * own, size * host, size * remote, self._from_host, self._address, self._source_id)
+
+
+def _mixed(old: float, new: float) -> float:
+    """Return a moving average of shares; `new` may be none of them."""
+    return _OLD_WEIGHT * old + (1 - _OLD_WEIGHT) * min(1.0, max(0.0, new))

@@ -9,15 +9,25 @@ import pytest
 
 from benchmarks.lib.command import Outcome
 from benchmarks.routing import __main__ as routing
-from benchmarks.routing.__main__ import Fleet, Size, enter
+from benchmarks.routing.__main__ import Fleet, Size, enter, in_quiet_moments
 
 
 def test_each_target_is_met_or_missed_by_its_own_figure() -> None:
     outcome = Outcome()
-    enter(outcome, [], Size(10, 1, 1_000, 2), [0.1, 0.2], [0.1])
+    enter(outcome, [], Size(10, 1, 1_000, 2), [0.1, 0.2], [0.1, 0.1])
     enter(outcome, [], Size(20, 1, 1_000, 2), [0.1, 0.4], [0.2, 0.2])
     assert [target.is_met for target in outcome.targets] == [True, False]
     assert outcome.figures["20w_1m_1k_p50_ms"] == pytest.approx(0.25)
+
+
+def test_a_decision_counts_as_undisturbed_between_two_loops_that_were() -> None:
+    loops = [1.0, 1.0, 1.05, 1.2, 1.0, 0.9, 3.0, 1.0, 1.0, 1.0]
+    assert in_quiet_moments([*range(10)], loops) == [1, 2, 5, 8, 9]
+    outcome = Outcome()
+    enter(outcome, [], Size(10, 1, 1_000, 2), [0.1, 0.2, 0.4], [1.0, 1.0, 9.0])
+    assert outcome.figures["10w_1m_1k_quiet_p99_ms"] == 0.2
+    assert outcome.figures["10w_1m_1k_quiet_share"] == pytest.approx(1 / 3)
+    assert not outcome.targets[0].is_met  # a disturbed decision counts, too
 
 
 def test_half_of_the_prompts_are_known_and_what_is_sent_ends() -> None:

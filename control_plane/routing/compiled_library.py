@@ -76,6 +76,7 @@ class Asked(ctypes.Structure):
     most_picked: int
     tie: float
     draw: float
+    same_load: float
     home: int
     num_picked: int
     picked: ctypes.Array[ctypes.c_int64]
@@ -94,6 +95,7 @@ class Asked(ctypes.Structure):
         *((name, _INT) for name in ("num_avoid", "num_out", "most_picked")),
         ("tie", _DOUBLE),
         ("draw", _DOUBLE),
+        ("same_load", _DOUBLE),
         ("home", _INT),
         ("num_picked", _INT),
         ("picked", _INT * MAX_PICKED),

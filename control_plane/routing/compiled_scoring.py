@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,17 @@ import numpy as np
 from control_plane.routing.compiled_library import Asked, CompiledRouting, address
 from control_plane.routing.cost_model import CostModel, RoutingRequest
 from control_plane.routing.groups import TIE
-from control_plane.routing.scoring import LIGHT_LOAD, Choice, Scored, Way, answer_ms, is_short, num_picked, typical_rate
+from control_plane.routing.scoring import (
+    LIGHT_LOAD,
+    Choice,
+    Scored,
+    Way,
+    answer_ms,
+    is_short,
+    num_picked,
+    same_queue,
+    typical_rate,
+)
 from control_plane.routing.worker_table import WorkerTable
 
 _NEVER, _IF_SOONER, _ALWAYS = range(3)
@@ -27,13 +38,13 @@ class CompiledScoring:
 
     def prefills(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> Scored:
         asked = self._asked
-        asked.now, asked.light_load = self._clock(), 0.0
+        asked.now, asked.light_load, asked.same_load = self._clock(), 0.0, same_queue(request)
         return self._scored(table, request, choice, self._library.score_prefills, needs_rates=True)
 
     def decodes(self, table: WorkerTable, request: RoutingRequest, way: Way | None, choice: Choice) -> Scored:
         asked = self._asked
         asked.num_tokens = request.num_prompt_tokens + request.max_tokens
-        asked.answer_ms, asked.light_load = answer_ms(table, request), LIGHT_LOAD
+        asked.answer_ms, asked.light_load, asked.same_load = answer_ms(table, request), LIGHT_LOAD, math.inf
         asked.is_short, asked.hand_over = is_short(table), _NEVER
         if way is not None:
             self._ask_hand_over(way)

@@ -158,6 +158,11 @@ class PrefillEstimate(NamedTuple):
     compute_ms: float
 
     @property
+    def wait_ms(self) -> float:
+        """Return the milliseconds until the worker computes the first token."""
+        return self.queue_ms + self.load_ms
+
+    @property
     def total_ms(self) -> float:
         return self.queue_ms + self.load_ms + self.compute_ms
 

@@ -23,6 +23,11 @@ from control_plane.routing.worker_table import WorkerTable
 
 TIE = 1.05
 """Costs that differ by less than 5 % are equal: predictions are no better, and several gateways predict the same."""
+SAME_QUEUE = 0.02
+"""Of a prompt: prefill queues that differ by less are equal, and so are those that differ by less than 5 %.
+
+Workers with other queues are not equal, whatever the prompt takes: a speed is a prediction, a queue is there.
+"""
 
 
 class Group(NamedTuple):

@@ -24,7 +24,7 @@ from control_plane.routing.cost_model import (
     PrefillEstimate,
     RoutingRequest,
 )
-from control_plane.routing.groups import TIE, Group, preferences
+from control_plane.routing.groups import SAME_QUEUE, TIE, Group, preferences
 from control_plane.routing.hand_over_ways import HandOverWays
 from control_plane.routing.sample_points import SamplePointIndex
 from control_plane.routing.scoring import NumpyScoring
@@ -373,14 +373,15 @@ class Router:
         """
         if not ordered:
             return None
-        least_ms = ordered[0][0]
+        least_ms, _, soonest = ordered[0]
         most_ms = _most_ms(least_ms)
         for total_ms, _, estimate in ordered:
             if total_ms > most_ms:
                 break
             if self._is_home(estimate, query):
                 return estimate
-        ties = [estimate for total_ms, _, estimate in ordered if total_ms <= TIE * least_ms]
+        most_ms, most_wait_ms = TIE * least_ms, TIE * soonest.wait_ms + SAME_QUEUE * soonest.compute_ms
+        ties = [each for total_ms, _, each in ordered if total_ms <= most_ms and each.wait_ms <= most_wait_ms]
         return self._rng.choice(ties) if len(ties) > 1 else ties[0]
 
     # --------------------------------------------------------------------------------------------- explaining a route

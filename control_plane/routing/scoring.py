@@ -15,7 +15,7 @@ import numpy as np
 from control_plane.routing import rendezvous
 from control_plane.routing.comparison import MAX_COMPARED
 from control_plane.routing.cost_model import ASSUMED_STEP_MS, EXPECTED_ANSWER_TOKENS, CostModel, RoutingRequest
-from control_plane.routing.groups import TIE
+from control_plane.routing.groups import SAME_QUEUE, TIE
 from control_plane.routing.hand_overs import Shown
 from control_plane.routing.pair_columns import PairColumns
 from control_plane.routing.worker_table import (
@@ -97,7 +97,7 @@ class NumpyScoring:
         rates = rates_of(table, self._costs)
         queued = num_queued(table, rates, self._clock())
         score = (queued + request.num_prompt_tokens) / rates
-        return _scored(table, score, choice, rates, queued)
+        return _scored(table, score, choice, rates, queued, same_queue(request))
 
     def decodes(self, table: WorkerTable, request: RoutingRequest, way: Way | None, choice: Choice) -> Scored:
         columns, num_tokens = table.columns, request.num_prompt_tokens + request.max_tokens
@@ -131,8 +131,15 @@ class NumpyScoring:
         return local_ms
 
 
-def _scored(table: WorkerTable, score: Floats, choice: Choice, rates: Floats | None, loads: Floats) -> Scored:
-    """Find the key's worker and the least scores. `rates`: None: keys are spread by pools."""
+def _scored(
+    table: WorkerTable,
+    score: Floats,
+    choice: Choice,
+    rates: Floats | None,
+    loads: Floats,
+    same_load: float | None = None,
+) -> Scored:
+    """Find the key's worker and the least scores. `rates`: None: keys are spread by pools. `same_load`: see `pick`."""
     if choice.avoid:
         score[choice.avoid] = np.inf
     home = None
@@ -143,7 +150,8 @@ def _scored(table: WorkerTable, score: Floats, choice: Choice, rates: Floats | N
         weights = table.pool_weights if rates is None else table.weights(rates)
         light_load = LIGHT_LOAD * weights.total if rates is None else 0.0
         home = rendezvous.home(table, choice.key, weights, loads, may_take, light_load)
-    return Scored(score, home, pick(score, num_picked(table), choice.draw))
+    same = None if same_load is None else (loads, same_load)
+    return Scored(score, home, pick(score, num_picked(table), choice.draw, same))
 
 
 def rates_of(table: WorkerTable, costs: CostModel) -> Floats:
@@ -177,12 +185,25 @@ def num_picked(table: WorkerTable) -> int:
     return MAX_COMPARED if is_short(table) else NUM_CANDIDATES
 
 
-def pick(score: Floats, number: int, draw: float) -> list[int]:
-    """Return rows of the least scores; spread over those that are about as good as the best, if they are more."""
-    least = score.item(score.argmin())
+def same_queue(request: RoutingRequest) -> float:
+    """Return the tokens by which prefill queues may differ and are equal."""
+    return SAME_QUEUE * request.num_prompt_tokens
+
+
+def pick(score: Floats, number: int, draw: float, same: tuple[Floats, float] | None = None) -> list[int]:
+    """Return rows of the least scores; spread over those that are about as good as the best, if they are more.
+
+    `same`: loads, [rows], and by how much those of workers that are as good may differ, beside a share of them.
+    """
+    best = score.argmin()
+    least = score.item(best)
     if least == math.inf:
         return []
-    ties = (score <= TIE * least).nonzero()[0]
+    are_ties = score <= TIE * least
+    if same is not None:
+        loads, same_load = same
+        are_ties &= loads <= TIE * loads.item(best) + same_load
+    ties = are_ties.nonzero()[0]
     if (num_ties := len(ties)) > number:
         first, stride = int(draw * num_ties), num_ties // number  # each is as likely as others
         return [ties.item((first + each * stride) % num_ties) for each in range(number)]

@@ -75,6 +75,7 @@ struct Asked {
   int64_t num_avoid, num_out;
   int64_t most_picked;  // at most kMostPicked
   double tie, draw;     // draw: at least 0, below 1
+  double same_load;     // by which loads of workers that are as good may differ, beside the share; inf: by any
   // Out:
   int64_t home;  // row; -1: none
   int64_t num_picked, picked[kMostPicked];
@@ -214,22 +215,24 @@ void pick(const Table& table, Asked& asked) {
   const int64_t rows = table.num_rows, most = std::min<int64_t>(asked.most_picked, kMostPicked);
   const double* score = table.score;
   asked.num_picked = 0;
-  const double best = score[least(score, rows)];
+  const int64_t first_row = least(score, rows);
+  const double best = score[first_row];
   if (best == kInfinity) return;
   if (rows <= most) {
     for (int64_t row = 0; row < rows; ++row)
       if (score[row] < kInfinity) asked.picked[asked.num_picked++] = row;
     return;
   }
-  const double limit = asked.tie * best;
+  const double limit = asked.tie * best, most_load = asked.tie * table.loads[first_row] + asked.same_load;
+  const auto is_tie = [&](int64_t row) { return score[row] <= limit && table.loads[row] <= most_load; };
   int64_t num_ties = 0;
-  for (int64_t row = 0; row < rows; ++row) num_ties += score[row] <= limit;
+  for (int64_t row = 0; row < rows; ++row) num_ties += is_tie(row);
   if (num_ties > most) {
     const int64_t first = static_cast<int64_t>(asked.draw * static_cast<double>(num_ties)), stride = num_ties / most;
     int64_t wanted[kMostPicked], tie = 0;
     for (int64_t each = 0; each < most; ++each) wanted[each] = (first + each * stride) % num_ties;
     for (int64_t row = 0; row < rows; ++row) {
-      if (!(score[row] <= limit)) continue;
+      if (!is_tie(row)) continue;
       for (int64_t each = 0; each < most; ++each)
         if (wanted[each] == tie) asked.picked[each] = row;
       ++tie;

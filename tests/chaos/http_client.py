@@ -211,13 +211,20 @@ def _lost(
     if not record.failure and not gateway.may_lose(life, has_head=answer.has_head):
         begun = f"after its head and {answer.num_events} events" if answer.has_head else "before its head"
         record.failure = (
-            f"{gateway.name}: {error!r} {begun}, {time.monotonic() - answer.asked_at:.3f} s after it was sent"
+            f"{gateway.name}: {_causes(error)} {begun}, {time.monotonic() - answer.asked_at:.3f} s after it was sent, "
+            f"at {time.strftime('%H:%M:%S')}"
         )
     if answer.has_head:
         record.broken_ids.append(record.request_id)
     else:
         record.num_unreached += 1
     return None if record.failure else _RECONNECT_SECONDS
+
+
+def _causes(error: BaseException) -> str:
+    """Return an error with what it was made of: whether the gateway or the client closed a connection."""
+    before = error.__cause__ or error.__context__
+    return repr(error) if before is None else f"{error!r} of {_causes(before)}"
 
 
 def _streaming(body: Mapping[str, Any]) -> dict[str, Any]:

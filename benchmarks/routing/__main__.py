@@ -7,8 +7,8 @@ beforehand. Half of them have a beginning that some pool has, and belong to a se
 are in flight and its calls are watched, until 2 later decisions for each worker, at most 256, were made. Before each
 decision one worker reports: what a decision finds prepared is what it finds in a gateway. After each one runs a loop of
 plain Python that is always the same: how far its p99 is above its median is the machine's doing, not a decision's. A
-quiet moment is a decision between two such loops that took at most 1.1 times as long as a fifth of the loops: nobody
-else used the core's other thread.
+quiet moment is a decision between two such loops that took at most 1.1 times the 20th percentile of all of them. The
+bar is for all decisions.
 
 Dynamo publishes no time of a decision that we found. Its claim is for the index alone, insertions and look-ups of many
 threads: "over 100 million operations per second" (https://docs.dynamo.nvidia.com/dynamo/dev/blog/flash-indexer.md,
@@ -56,7 +56,7 @@ _KNOWN_PROMPTS = 200
 _MAX_IN_FLIGHT = 256
 _LOOP_TURNS = 1_000
 _QUIET = 1.1
-"""A loop that takes at most so many times as long as a fifth of the loops was not disturbed."""
+"""A loop that takes at most so many times the 20th percentile of all loops counts as undisturbed."""
 _PREDICTED_SECONDS = 0.2
 """Of each call until its first token: about what passes here until its end, so that no worker seems slow."""
 
@@ -229,7 +229,7 @@ def enter(outcome: Outcome, rows: Rows, size: Size, found: Sequence[float], loop
 
 
 def in_quiet_moments(found: Sequence[float], loops: Sequence[float]) -> list[float]:
-    """Return the decisions between two loops that nobody disturbed."""
+    """Return the decisions between two undisturbed loops."""
     limit = _QUIET * percentile(loops, 20)
     are_quiet = [each <= limit for each in loops]
     around = zip(found[1:], pairwise(are_quiet), strict=True)

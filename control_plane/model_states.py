@@ -2,7 +2,7 @@
 
     proven      a request has passed every phase lately; an encoder: a worker of it takes requests
     full        the last probe found every worker full: nothing is broken, and requests wait in the model's room
-    loading     no request can pass every phase before a worker has loaded
+    loading     no request can pass every phase before a worker has loaded, or this gateway has the model's files
     unproven    workers take requests for it, and none has passed every phase lately
     unusable    its workers' files cannot be used
     lost        none of its workers takes requests
@@ -29,9 +29,12 @@ _MAX_REMEMBERED = 1024
 _NEVER = "no request has gone the whole way yet"
 
 
-class Problems(Protocol):
+class FilesOfModels(Protocol):
     def problem_of(self, model_id: str) -> str:
         """Return why a model's files cannot be used; "" if they can."""
+
+    def without_files(self) -> frozenset[str]:
+        """Return the served models whose files no worker has sent yet."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ class ModelStates:
     def __init__(
         self,
         registry: WorkerRegistry,
-        problems: Problems,
+        files: FilesOfModels,
         proofs: ReadinessProofs,
         valid_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`valid_seconds`: how long one proof, or one probe that met full workers, holds."""
         self._registry = registry
-        self._problems = problems
+        self._files = files
         self._proofs = proofs
         self._valid_seconds = valid_seconds
         self._clock = clock
@@ -93,8 +96,14 @@ class ModelStates:
             self._seen_at[model_id] = now
         self._forget(now)
         loading = self.loading_worker(pb.WORKER_ROLE_PREFILL)
-        states = {model_id: self._of(model_id, by_model.get(model_id, ()), loading) for model_id in self._seen_at}
-        return dict(sorted(states.items()))
+        without_files = self._files.without_files()
+        states = {}
+        for model_id in sorted(self._seen_at):
+            state = self._of(model_id, by_model.get(model_id, ()), loading)
+            if model_id in without_files and state.name in ("proven", "full", "unproven"):
+                state = ModelState("loading", f"this gateway has not got the files of {model_id} from its workers yet")
+            states[model_id] = state
+        return states
 
     def _forget(self, now: float) -> None:
         while self._seen_at:
@@ -107,7 +116,7 @@ class ModelStates:
                 del kept[model_id]
 
     def _of(self, model_id: str, workers: list[Worker] | tuple[()], loading: str) -> ModelState:
-        if workers and (problem := self._problems.problem_of(model_id)):
+        if workers and (problem := self._files.problem_of(model_id)):
             return ModelState("unusable", problem)
         if any(worker.role == pb.WORKER_ROLE_ENCODE and worker.is_usable for worker in workers):
             return ModelState("proven")

@@ -280,6 +280,14 @@ class ModelCatalog:
         """Return why a served model cannot be used, though its workers are there; "" if it can."""
         return self._problems.get(model_id, "")
 
+    def without_files(self) -> frozenset[str]:
+        """Return the served models whose files no worker has sent yet: requests for them cannot be read."""
+        here = {key[:2] for key in self._described}
+        preferred: dict[str, _Known] = {}
+        for known in self._known_of_workers():
+            preferred.setdefault(known.card.model_id, known)
+        return frozenset(model_id for model_id, known in preferred.items() if known.files not in here)
+
     def served_text_keys(self) -> frozenset[str]:
         """Return the text keys of all served models that are described."""
         keys = (known.key for known in self._known_of_workers())

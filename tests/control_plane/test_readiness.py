@@ -28,6 +28,7 @@ class Probed:
         self.errors: dict[str, Exception] = {}
         self.stuck: set[str] = set()
         self.problems: dict[str, str] = {}
+        self.awaited: frozenset[str] = frozenset()
         self.came = asyncio.Event()
         self.proven: Callable[[str, bool], None] = lambda model_id, handed_over: None
 
@@ -35,6 +36,9 @@ class Probed:
 
     def problem_of(self, model_id: str) -> str:
         return self.problems.get(model_id, "")
+
+    def without_files(self) -> frozenset[str]:
+        return self.awaited
 
     def card(self, name: str) -> pb.ModelCard:
         if name == "nobody's":
@@ -275,6 +279,23 @@ async def test_models_of_encoders_are_ready_with_their_workers() -> None:
     )
     harness.serve("e", pb.WORKER_ROLE_ENCODE, pb.WORKER_STATE_DRAINING)
     assert (await harness.is_ready(), await harness.states()) == (False, {"e": "lost"})
+
+
+async def test_a_model_is_not_ready_before_the_gateway_has_its_files() -> None:
+    """Found by chaos: workers whose certificates looked expired sent no files, and clients of a ready model got 503."""
+    harness = Harness()
+    harness.serve("m")
+    harness.serve("e", pb.WORKER_ROLE_ENCODE)
+    harness.serve("lost")
+    harness.proofs.record("m", True)
+    harness.registry.deregister("lost", "1")
+    harness.probed.awaited = frozenset({"m", "e", "lost"})
+    is_ready, details = await harness.prober.check()
+    assert (is_ready, details["states"]) == (False, {"e": "loading", "m": "loading"})
+    assert details["reasons"]["m"] == "this gateway has not got the files of m from its workers yet"
+    assert (await harness.is_ready("m"), await harness.is_ready("e")) == (False, False)
+    harness.probed.awaited = frozenset()
+    assert (await harness.is_ready(), await harness.states()) == (True, {"e": "proven", "m": "proven"})
 
 
 async def test_a_model_that_was_lost_is_shown_for_an_hour() -> None:

@@ -158,6 +158,25 @@ async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
     assert catalog.list() == []
 
 
+async def test_a_model_is_without_files_until_a_worker_has_sent_them_and_not_when_its_workers_come_back() -> None:
+    registry, catalog = new()
+    assert catalog.without_files() == frozenset()
+    async with serving() as (_, address):
+        register(registry, "w", "127.0.0.1:1")
+        await catalog.prefetch()
+        assert catalog.without_files() == {"m"}
+        register(registry, "with-the-files", address)
+        await catalog.prefetch()
+        assert catalog.without_files() == frozenset()
+    for worker_id in ("w", "with-the-files"):
+        registry.deregister(worker_id, worker_id)
+    await catalog.prefetch()
+    register(registry, "again", "127.0.0.1:1", context_length=100)
+    assert catalog.without_files() == frozenset(), "another context has the same files"
+    register(registry, "another", "127.0.0.1:1", model_id="another")
+    assert catalog.without_files() == {"another"}
+
+
 @pytest.mark.parametrize("config", [b"no JSON", b"[1]", b"\xff\xfe", b"[" * 100_000])
 async def test_a_worker_whose_file_is_malformed_harms_its_own_model_only(config: bytes) -> None:
     """Finding 6: such a worker ended the gateway."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ class Kept:
 
     def write(self, path: Path, done: Figures) -> None:
         """Keep the figures of a run, whole or not at all."""
-        part = path.with_suffix(".part")
+        part = path.with_suffix(f".{os.getpid()}.part")  # another process may be at the same run
         part.write_text(json.dumps(done))
         part.replace(path)
 

@@ -35,10 +35,14 @@ class AnswerClasses:
         self._histories = answer.histories
         self._num_choices = answer.num_choices // len(self._histories)
         """Of each prompt: choice c of prompt p is the answer's choice p * num_choices + c."""
-        self.is_mixed = False
-        """Whether a token is of another class than the model's."""
+        self._mixed = _Mark()
         for history in self._histories:
-            history.classes.watch(self._model.numerics_class, self._mixed)
+            history.classes.watch(self._model.numerics_class, self._mixed.set)  # not self's: self refers to the history
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a token is of another class than the model's."""
+        return self._mixed.is_set
 
     def marked(self, batch: Iterator[TextDelta], mark: Callable[[str], None]) -> Iterator[TextDelta]:
         """Yield a batch; before each delta, call `mark` with the fingerprint of the class of its last token."""
@@ -65,9 +69,6 @@ class AnswerClasses:
             for seam in history.seams
         ]
 
-    def _mixed(self) -> None:
-        self.is_mixed = True
-
     def _of_choice(self, choice: int) -> str:
         """Return the fingerprint of the choice's last token that was read."""
         prompt, index = divmod(choice, self._num_choices)
@@ -78,6 +79,16 @@ class AnswerClasses:
         if run is None or run.numerics_class == self._model.numerics_class:
             return system_fingerprint(self._model)
         return _fingerprint(run.fingerprint.digest.hex(), run.numerics_class)
+
+
+class _Mark:
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
 
 
 def _fingerprint(digest: str, numerics_class: str) -> str:

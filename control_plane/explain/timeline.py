@@ -78,6 +78,10 @@ class Timeline:
                 part.written()
 
     def left(self) -> None:
-        """The HTTP request has ended: end the parts that nobody else ends."""
-        for part in self.parts:
+        """The HTTP request has ended: end the parts that nobody else ends, and let go of all of them.
+
+        They refer to this timeline: as a cycle they would stay until a garbage collection.
+        """
+        parts, self.parts = self.parts, []
+        for part in parts:
             part.left()

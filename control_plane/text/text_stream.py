@@ -74,7 +74,7 @@ class TextStream:
         self._entry = entry
         self._journal = prompt.record.journal
         self._has_tokens = False
-        self._read = self._first_texts
+        self._has_text = False
         self._gaps = prompt.record.new_gaps(prompt.model.model_id)
         self._choices = [_new_choice(prompt, index) for index in range(prompt.num_choices)]
 
@@ -111,7 +111,7 @@ class TextStream:
         """Yield the same deltas in batches of all that has arrived. Read a batch to its end before the next."""
         try:
             async for batch in self._token_batches():
-                yield self._read(batch)
+                yield self._texts(batch) if self._has_text else self._first_texts(batch)
             reasons = self._finish_reasons()
             self._record.finished(self.usage, reasons)
             self._entry.close("finished", self.usage, " ".join(dict.fromkeys(reasons)))
@@ -126,7 +126,7 @@ class TextStream:
         """Yield a batch's texts, and note when the first one is ready; later batches are read without this."""
         for text in self._texts(batch):
             self._journal.text_arrived()
-            self._read = self._texts
+            self._has_text = True
             yield text
 
     def _texts(self, batch: Iterator[TokenDelta]) -> Iterator[TextDelta]:

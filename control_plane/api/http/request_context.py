@@ -199,7 +199,8 @@ class RequestContext:
         headers = Headers(scope=scope)
         timeline = Timeline(state.get("head_read_at"), wants_explanation=headers.get(EXPLAIN_HEADER) in ("1", "true"))
         state["timeline"] = timeline
-        exchange = _Exchange(request_id, send, timeline, state.get("response_starts"))
+        starts = state.pop("response_starts", None)  # it refers to the scope: as a cycle both would stay for long
+        exchange = _Exchange(request_id, send, timeline, starts)
         started = time.perf_counter()
         method, name = method_of(scope), name_of(scope)
         name_task(name)

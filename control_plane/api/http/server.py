@@ -139,6 +139,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if active is not None and not active.response_complete:  # uvicorn tells the latest request only
             active.disconnected = True
             active.message_event.set()
+        # What is left of the requests refers to this connection: as a cycle all of it would stay for long.
+        self.cycle = self.scope = self._active = None  # type: ignore[assignment]
 
     @property
     def is_waiting_for_us(self) -> bool:

@@ -76,6 +76,8 @@ class EventStream(EventSourceResponse):
         finally:
             with anyio.CancelScope(shield=True):
                 await self._close()
+            # The response's tasks that anyio cancelled refer to the response in a cycle, which stays for long.
+            del self._close, self.body_iterator
 
 
 class _StreamBroken(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import signal
 import sys
 import threading
@@ -15,17 +14,12 @@ from typing import Any
 from tandem_machine.limits import too_few_processes, with_remedy
 from tandem_runtime import frozen, loop_lag, loop_turns, metrics, tracing
 from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.garbage import forget_what_is_loaded, look_once_at_what_lives
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-_GC_THRESHOLDS = (1_000, 1, 400)
-"""Of new objects before a collection of the youngest, and of such collections before one of the next generation. A full
-collection takes 60 ms with 256 streams, in which none progresses. Python's own (700, 10, 10) gave 43 of them in 23
-seconds of a busy gateway, a tenth of its processor time. After ten of the youngest, one of the next generation takes
-37 to 45 ms with 256 prompts at once and 1,000 workers; after one it takes 12 to 17, and all together take less."""
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = loop_lag.STALL_SECONDS) -> int:
@@ -39,6 +33,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
     1; a refused setting gives status 2, and so does a limit of processes that is too small.
     """
     forget_what_is_loaded()
+    look_once_at_what_lives()
     faulthandler.enable(file=sys.__stderr__ or sys.stderr)  # a signal that ends this process leaves stacks on stderr
     try:
         if why := too_few_processes(1):
@@ -55,16 +50,6 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
     finally:
         tracing.shutdown()
         metrics.shutdown()
-
-
-def forget_what_is_loaded() -> None:
-    """Exclude all objects of this moment from garbage collection: imports live as long as the process.
-
-    A collection over them takes 40 to 150 ms, in which no stream would progress.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tandem_runtime.lifecycle import forget_what_is_loaded
+from tandem_runtime.garbage import forget_what_is_loaded
 
 settings.register_profile("tandem", deadline=None)  # no test asserts wall-clock times
 settings.load_profile("tandem")

@@ -32,8 +32,8 @@ from control_plane.routing.sample_points import SamplePointIndex
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
+from tandem_runtime.garbage import forget_what_is_loaded
 from tandem_runtime.kv.keys import KvKeys
-from tandem_runtime.lifecycle import forget_what_is_loaded
 from tandem_runtime.server import GrpcServer
 
 MAX_CPU_SHARE = 0.2

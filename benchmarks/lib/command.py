@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.lib.machine import CpuUse, machine_conditions
 from benchmarks.lib.report import MAX_FOREIGN_CPU_SHARE, Rows, markdown_table, plain, print_conditions
 from benchmarks.lib.stats import Figures
-from tandem_runtime.lifecycle import forget_what_is_loaded
+from tandem_runtime.garbage import forget_what_is_loaded
 
 Progress = Callable[[str], None]
 

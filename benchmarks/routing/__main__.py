@@ -42,7 +42,7 @@ from control_plane.routing.session_affinity import SessionRoute
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import log
-from tandem_runtime.lifecycle import forget_what_is_loaded
+from tandem_runtime.garbage import forget_what_is_loaded
 
 MAX_P99_MS = 0.3
 DYNAMO = (

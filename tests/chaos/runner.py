@@ -16,7 +16,7 @@ import psutil
 import structlog
 
 from tandem_runtime import loop_lag
-from tandem_runtime.lifecycle import forget_what_is_loaded
+from tandem_runtime.garbage import forget_what_is_loaded
 from tests.chaos import priorities
 from tests.chaos.balance import differences
 from tests.chaos.bursts import Bursts

@@ -195,6 +195,9 @@ class KVOffload:
             self.counters["prompt_cache_failures"] += 1
             reason = str(error) or "no answer"
             log.info("prompt_cache_lookup_failed", request_id=request.submit.request_id, error=reason)
+        except Exception:  # our own error in a lookup must not leave the request without an answer
+            self.counters["prompt_cache_failures"] += 1
+            log.exception("prompt_cache_lookup_failed", request_id=request.submit.request_id)
         self._engine.send(msgspec.structs.replace(command, prefix=prefix))
         self._record_lookup(request.submit, start_ns, len(prefix))
 

@@ -31,7 +31,10 @@ class PacketSocket:
     @classmethod
     async def connect(cls, path: str) -> PacketSocket:
         """Connect to the listener at `path`; raises Unavailable if nobody of this user or root listens there."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # this process has as many files open as it may
+            raise Unavailable(f"no socket for the KV service at {path}: {error.strerror}") from error
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -180,6 +182,32 @@ async def test_what_was_lent_before_the_deadline_is_used(tmp_path: Path, monkeyp
         assert [block.index for block in command.prefix] == [0, 1, 2, 3]
         assert here.offload.counters["prompt_cache_failures"] == 1
         is_over.set()
+
+
+async def test_a_lookup_that_fails_in_whatever_way_leaves_no_request_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by chaos: a worker without free file descriptors never answered, and gateways waited for 10 s."""
+
+    def no_socket(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with harness(tmp_path) as here:
+        await here.fill(a_submit(), 0, NUM_BLOCKS)
+        monkeypatch.setattr("tandem_runtime.kv.packets.socket.socket", no_socket)
+        with capture_logs() as lines:
+            assert (await here.added(a_submit())).prefix == []
+        assert [(line["log_level"], "Too many open files" in line["error"]) for line in lines] == [("info", True)]
+        monkeypatch.undo()
+
+        async def broken(*_: object) -> None:
+            raise KeyError("a defect")
+
+        monkeypatch.setattr(here.offload, "_load_prefix", broken)
+        with capture_logs() as lines:
+            assert (await here.added(a_submit())).prefix == []
+        assert [(line["event"], line["log_level"]) for line in lines] == [("prompt_cache_lookup_failed", "error")]
+        assert here.offload.counters["prompt_cache_failures"] == 2
 
 
 async def test_a_request_that_must_not_find_does_not_ask(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ from tandem_runtime.virtual_counters import VirtualCounters
 
 _OFFER_SECONDS = 0.5
 """The next request looks for room at a worker's report that shows none only if it last looked so long ago."""
+_STOOD_STILL_SECONDS, _READ_SECONDS = 0.5, 2.0
+"""A wait that ends so much too late ended while this process stood still. It goes on for so long: what the workers and
+the rest of the fleet have sent meanwhile is not read yet."""
 _MAX_MODELS = 1024
 """Models whose counters are kept; beyond that, those of models that nobody waits for are dropped."""
 LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
@@ -146,12 +149,11 @@ class AdmissionQueue:
         turn = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
         timer = None if retry_in is None else asyncio.get_running_loop().call_later(retry_in, self._give_turn, waiter)
+        seconds = max(0.0, seconds)
+        end = asyncio.get_running_loop().call_later(seconds, self._end, turn, self._clock() + seconds)
         try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await turn
+            await turn
         except TimeoutError:
-            if turn.done() and not turn.cancelled():  # its turn came in the same moment
-                return
             if isinstance(refusal, Overloaded):
                 self.counts.refused(waiter.model_id, "waited")
                 refusal.retry_after_seconds = self.retry_after_seconds(waiter, refusal)
@@ -161,12 +163,23 @@ class AdmissionQueue:
                 self.release_next(waiter.model_id)  # it had its turn, and leaves
             raise
         finally:
+            end.cancel()
             if timer is not None:
                 timer.cancel()
             self.counts.left(waiter.model_id, waiter.service_class)
             if self._turns.pop(waiter, None) is not None:
                 room.leave(waiter, self._clock())
             self._on_change(waiter.model_id)
+
+    def _end(self, turn: asyncio.Future[None], until: float) -> None:
+        """The time of a wait is over."""
+        if turn.done():
+            return
+        now = self._clock()
+        if now - until > _STOOD_STILL_SECONDS:
+            asyncio.get_running_loop().call_later(_READ_SECONDS, self._end, turn, now + _READ_SECONDS)
+        else:
+            turn.set_exception(TimeoutError())
 
     def refuse_early(self, waiter: Waiter, seconds: float) -> None:
         """Raise Overloaded for a request that would not be let in within `seconds`, or within its model's budget.

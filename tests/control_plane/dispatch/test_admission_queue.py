@@ -11,6 +11,7 @@ import pytest
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.service_classes import ServiceClass
+from control_plane.dispatch import admission_queue
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from tandem_runtime.errors import Draining, Overloaded, Unavailable
 
@@ -210,6 +211,30 @@ async def test_a_refusal_comes_after_the_time_and_leaves_no_room() -> None:
         await queue.wait(Waiter("m", "a"), Unavailable("gone", retry_after_seconds=2.0), 0.0)
     assert raised.value.retry_after_seconds == 2.0, "when a worker is back is not a matter of the queue"
     assert dict(queue.num_by_model()) == {}
+
+
+async def test_a_wait_that_ended_while_this_process_stood_still_goes_on_until_what_came_meanwhile_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by chaos: a gateway that had been stopped refused a request whose worker had become ready meanwhile."""
+    now = 100.0
+    queue = AdmissionQueue(8, 60.0, clock=lambda: now)
+    times = [asyncio.create_task(queue.wait(Waiter("m", "a"), Unavailable("gone"), 0.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    now += 13.0  # both waits end at the next turn of the loop, 13 s late
+    monkeypatch.setattr(admission_queue, "_READ_SECONDS", 60.0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [each.done() for each in times] == [False, False]
+    queue.release_next("m")
+    await asyncio.wait_for(times[0], 10)
+    await end(times[1])
+    monkeypatch.setattr(admission_queue, "_READ_SECONDS", 0.0)
+    late = asyncio.create_task(queue.wait(Waiter("m", "a"), Unavailable("gone"), 0.0))
+    await asyncio.sleep(0)
+    now += 13.0
+    with pytest.raises(Unavailable, match="gone"):
+        await asyncio.wait_for(late, 10)
 
 
 async def test_a_request_may_look_again_after_a_time_of_its_own() -> None:

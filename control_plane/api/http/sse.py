@@ -13,7 +13,7 @@ import anyio
 import msgspec
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from control_plane.api.http.errors import error_event, error_format_of
 from control_plane.api.http.request_context import request_id_of, timeline_of
@@ -78,6 +78,10 @@ class EventStream(EventSourceResponse):
                 await self._close()
             # The response's tasks that anyio cancelled refer to the response in a cycle, which stays for long.
             del self._close, self.body_iterator
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Send a piece without anyio's cancel scope for a time limit: there is none, and every token paid for it."""
+        await send(message)
 
 
 class _StreamBroken(Exception):

@@ -27,6 +27,7 @@ from tandem_runtime.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -256,7 +257,10 @@ _PRIVATE = re.compile(
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    if not isinstance(error, InvalidRequest | Cancelled):
+    if isinstance(error, Overloaded) and not isinstance(error, Draining):
+        # There may be hundreds a second, when the processor is needed most; metrics and events count them.
+        log.debug("request_refused", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
+    elif not isinstance(error, InvalidRequest | Cancelled):
         log.warning("request_failed", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
     return error_response(request, error)
 

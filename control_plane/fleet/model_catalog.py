@@ -269,10 +269,7 @@ class ModelCatalog:
 
     def list(self) -> list[ModelDescription]:
         """Return the descriptions of served models that can be used, as far as they are known."""
-        preferred: dict[str, Key] = {}
-        for each in self._known_of_workers():
-            preferred.setdefault(each.card.model_id, each.key)
-        keys = [key for model_id, key in preferred.items() if model_id not in self._problems]
+        keys = [known.key for model_id, known in self._preferred().items() if model_id not in self._problems]
         known = [self._described[key].description for key in keys if key in self._described]
         return sorted(known, key=lambda description: description.model_id)
 
@@ -283,10 +280,7 @@ class ModelCatalog:
     def without_files(self) -> frozenset[str]:
         """Return the served models whose files no worker has sent yet: requests for them cannot be read."""
         here = {key[:2] for key in self._described}
-        preferred: dict[str, _Known] = {}
-        for known in self._known_of_workers():
-            preferred.setdefault(known.card.model_id, known)
-        return frozenset(model_id for model_id, known in preferred.items() if known.files not in here)
+        return frozenset(model_id for model_id, known in self._preferred().items() if known.files not in here)
 
     def served_text_keys(self) -> frozenset[str]:
         """Return the text keys of all served models that are described."""
@@ -310,12 +304,8 @@ class ModelCatalog:
         for model_id, variant in self._to_try_again:
             self._registry.set_unusable(model_id, variant, False)
         self._to_try_again.clear()
-        preferred: dict[str, _Known] = {}
-        registered = set()
-        for known in self._known_of_workers():
-            preferred.setdefault(known.card.model_id, known)
-            registered.add((known.card.model_id, known.key[1]))
-        self._were_usable &= registered
+        preferred = self._preferred()
+        self._were_usable &= {known.files for known in self._known_of_workers()}
         self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in preferred}
         found = tuple(known for known in preferred.values() if self._is_unprepared(known))
         self._preparing.update(known.card.model_id for known in found)
@@ -380,6 +370,10 @@ class ModelCatalog:
                 served.setdefault(known.key, known)
             self._served = tuple(served.values())
         return self._served
+
+    def _preferred(self) -> dict[str, _Known]:
+        """Return what counts of each served model: its preferred card."""
+        return {known.card.model_id: known for known in reversed(self._known_of_workers())}
 
     def _lately_gone(self) -> tuple[_Known, ...]:
         return tuple(known for gone_at, known in self._gone.values() if not self._is_over(gone_at))

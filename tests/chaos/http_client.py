@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import anyio
 import httpx
 
 from tests.chaos.http_gateway import HttpGateway
@@ -207,18 +206,12 @@ def _refused(
 def _lost(
     gateway: HttpGateway, life: int, record: HttpStreamRecord, answer: _Answer, error: httpx.TransportError
 ) -> float | None:
-    """Judge a connection that broke, or that there was none.
-
-    The client's own pool may close a connection that it has just given to a request (encode/httpcore issue 1110): then
-    the client has left, which is no failure of the gateway.
-    """
+    """Judge a connection that broke, or that there was none."""
     record.failure = answer.difference_of_beginning()
-    is_ours = any(isinstance(each, anyio.ClosedResourceError) for each in _causes(error))
-    if not record.failure and not is_ours and not gateway.may_lose(life, has_head=answer.has_head):
-        causes = " of ".join(map(repr, _causes(error)))
+    if not record.failure and not gateway.may_lose(life, has_head=answer.has_head):
         begun = f"after its head and {answer.num_events} events" if answer.has_head else "before its head"
         record.failure = (
-            f"{gateway.name}: {causes} {begun}, {time.monotonic() - answer.asked_at:.3f} s after it was sent, "
+            f"{gateway.name}: {_causes(error)} {begun}, {time.monotonic() - answer.asked_at:.3f} s after it was sent, "
             f"at {time.strftime('%H:%M:%S')}"
         )
     if answer.has_head:
@@ -228,9 +221,10 @@ def _lost(
     return None if record.failure else _RECONNECT_SECONDS
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and those that it was made of: they tell whether gateway or client closed a connection."""
-    return [] if error is None else [error, *_causes(error.__cause__ or error.__context__)]
+def _causes(error: BaseException) -> str:
+    """Return an error with what it was made of: whether the gateway or the client closed a connection."""
+    before = error.__cause__ or error.__context__
+    return repr(error) if before is None else f"{error!r} of {_causes(before)}"
 
 
 def _streaming(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 
-import anyio
 import httpx
 
 from tests.chaos.embeddings import EmbeddingQuestion
@@ -109,27 +107,6 @@ async def test_a_stream_that_is_cut_off_with_other_text_or_as_if_finished_is_a_f
 async def test_a_stream_breaks_only_where_a_gateway_was_killed() -> None:
     record = await sent(gateway(stream(WHOLE[:1], breaks=True))[0])
     assert "after its head and 1 events" in record.failure
-
-
-async def test_a_connection_that_the_client_closed_itself_is_no_failure_of_the_gateway() -> None:
-    def broken(cause: Exception) -> httpx.ReadError:
-        error = httpx.ReadError("")
-        error.__cause__ = cause
-        return error
-
-    for cause, is_ours in ((anyio.ClosedResourceError(), True), (anyio.BrokenResourceError(), False)):
-        left: list[httpx.Response | Exception] = [broken(cause), stream(WHOLE)]
-        http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(partial(_next_of, left)))
-        record = await sent(HttpGateway("gateway-a", http, Conditions(lambda since: False, lambda since: False)))
-        assert (record.failure == "", record.num_unreached) == (is_ours, 1)
-        assert is_ours or ("before its head" in record.failure and "BrokenResourceError()" in record.failure)
-
-
-def _next_of(answers: list[httpx.Response | Exception], _: httpx.Request) -> httpx.Response:
-    answer = answers.pop(0)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 async def test_a_client_comes_back_after_429_in_a_burst_only_and_only_with_retry_after() -> None:

@@ -8,7 +8,7 @@ import sys
 _GENERATIONAL = (1_000, 1, 4_000)
 """Of new objects before a collection of the youngest; of such collections before one of the next generation; of those
 before a full one. After ten of the youngest, one of the next generation takes 37 to 45 ms with 256 prompts at once and
-1,000 workers; after one it takes 12 to 17, and all together take less. A full one takes 34 to 71 ms then, and finds
+1,000 workers; after one it takes 12 to 24, and all together take less. A full one takes 34 to 71 ms then, and finds
 next to nothing, since requests leave no cycles: this is one in minutes of a busy gateway."""
 _INCREMENTAL = (1_000, 10, 4_000)
 """From Python 3.14 on a collection looks at a part of the old objects too; the second number is how small a part."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections import Counter
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -39,6 +41,8 @@ from tandem_runtime.errors import (
 from tandem_runtime.log import get_logger
 
 ErrorFormat = Literal["openai", "cloudflare", "binding"]
+_SECONDS_PER_LINE = 1.0
+"""Between two lines about refusals of one kind."""
 
 log = get_logger(__name__)
 
@@ -255,11 +259,31 @@ _PRIVATE = re.compile(
 )
 
 
+class _Refusals:
+    """Logs refusals with 429, a line a second of each kind: hundreds may come when the processor is needed most."""
+
+    def __init__(self) -> None:
+        self._num: Counter[str] = Counter()
+        """Since the last line."""
+        self._logged_at: dict[str, float] = {}
+
+    def note(self, request: Request, error: TandemError) -> None:
+        kind, now = type(error).__name__, time.monotonic()
+        self._num[kind] += 1
+        if now - self._logged_at.get(kind, -math.inf) < _SECONDS_PER_LINE:
+            return
+        self._logged_at[kind] = now
+        num = self._num.pop(kind)
+        log.warning("request_refused", route=name_of(request.scope), kind=kind, error=error.log_text, num=num)
+
+
+_REFUSALS = _Refusals()
+
+
 async def on_tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     if isinstance(error, Overloaded) and not isinstance(error, Draining):
-        # There may be hundreds a second, when the processor is needed most; metrics and events count them.
-        log.debug("request_refused", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
+        _REFUSALS.note(request, error)
     elif not isinstance(error, InvalidRequest | Cancelled):
         log.warning("request_failed", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
     return error_response(request, error)

@@ -15,7 +15,6 @@ from control_plane.simulator.traces import TraceRequest
 
 Address = tuple[str, int]
 Body = Callable[[TraceRequest], dict[str, object]]
-_PIECE_BYTES = 1 << 16
 _TAIL_BYTES = 2048
 _NUM_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -70,26 +69,54 @@ async def _run(addresses: Sequence[Address], asked: Asked, body: dict[str, objec
 
 
 async def _ask_at(address: Address, message: bytes, asked: Asked, started: float) -> None:
-    reader, writer = await asyncio.open_connection(*address)
+    loop = asyncio.get_running_loop()
+    transport, reading = await loop.create_connection(lambda: _Reading(message, asked, started), *address)
     try:
-        writer.write(message)
-        line = await reader.readline()
-        if not line:
-            return
-        asked.status = int(line.split()[1])
-        if asked.status != 200:
-            asked.refused_after = time.perf_counter() - started - asked.at
-            return
-        tail = b""
-        while b"[DONE]" not in tail:
-            piece = await reader.read(_PIECE_BYTES)
-            if not piece:
-                return
-            if asked.first_at is None and b'"response":"' in piece:
-                asked.first_at = time.perf_counter() - started
-            tail = (tail + piece)[-_TAIL_BYTES:]
-        asked.ended_at = time.perf_counter() - started
-        found = _NUM_TOKENS.search(tail)
-        asked.num_tokens = int(found[1]) if found else 0
+        await reading.done
     finally:
-        writer.close()
+        transport.close()
+
+
+class _Reading(asyncio.Protocol):
+    """Asks on a connection, and looks at each piece as it comes: a task that reads would cost the gateways' core more.
+
+    `done` has a result once the answer has ended, was refused, or the connection is lost.
+    """
+
+    def __init__(self, message: bytes, asked: Asked, started: float) -> None:
+        self._message, self._asked, self._started = message, asked, started
+        self._head, self._tail = b"", b""
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport), "a TCP connection can be written to"
+        transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter() - self._started
+        asked = self._asked
+        if not asked.status:
+            self._head += data
+            line, end, data = self._head.partition(b"\r\n")
+            if not end:
+                return
+            asked.status = int(line.split()[1])
+            if asked.status != 200:
+                asked.refused_after = now - asked.at
+                self._end()
+                return
+        if asked.first_at is None and b'"response":"' in data:
+            asked.first_at = now
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if asked.ended_at is None and b"[DONE]" in self._tail:
+            asked.ended_at = now
+            found = _NUM_TOKENS.search(self._tail)
+            asked.num_tokens = int(found[1]) if found else 0
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)

@@ -171,6 +171,10 @@ class TextService:
         (prompt,) = opened.prompts((prepared,), tokenizer.vocabulary)
         return prompt
 
+    async def refuse_early(self, job: TextJob, raw: bytes, caller: Caller) -> None:
+        """Raise Overloaded for a body of a crowded model that would not be let in in time. Costs little: no task."""
+        await self._early.check_unparsed(job, raw, caller)
+
     async def prepare_body(self, job: TextJob, raw: bytes, caller: Caller, parse: Parse) -> PreparedAnswer:
         """Check and tokenize a raw body in another process, and start the deadline, without admission.
 
@@ -192,7 +196,6 @@ class TextService:
         opened: _Opened | None = None
         timeline = caller.timeline or Timeline()
         caller = replace(caller, timeline=timeline)
-        await self._early.check_unparsed(job, raw, caller)
 
         async def resolve(asked: Asked) -> ModelDescription:
             nonlocal opened

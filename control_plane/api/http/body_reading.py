@@ -10,11 +10,22 @@ from control_plane.api.http.body import parse_object
 from control_plane.api.http.connections import BodyHold
 from control_plane.api.http.errors import BodyTooLarge
 from control_plane.api.http.request_context import caller_of, services_of, timeline_of
+from control_plane.text.prepared import TextJob
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
     """Return the body as a JSON object, whatever its Content-Type. Raise InvalidRequest or BodyTooLarge."""
     return parse_object(await read_body(request))
+
+
+async def read_text_body(request: Request, job: TextJob) -> bytes:
+    """Return the body of a request for text, as `read_body`. Raise Overloaded if it would not be let in in time.
+
+    That is before any task is started for the request: under overload most requests end here.
+    """
+    raw = await read_body(request)
+    await services_of(request).text.refuse_early(job, raw, caller_of(request))
+    return raw
 
 
 async def read_body(request: Request) -> bytes:

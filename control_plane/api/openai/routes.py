@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from control_plane.api.answer_classes import AnswerClasses
 from control_plane.api.collected_choice import Answer, collect
-from control_plane.api.http.body_reading import body_is_prepared, read_body
+from control_plane.api.http.body_reading import body_is_prepared, read_text_body
 from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import DONE, EventStream, frame, while_connected
@@ -47,7 +47,8 @@ def routes(prefix: str) -> list[Route]:
 
 
 async def chat_completions(request: Request) -> Response:
-    starting = _started_chat(request, await read_body(request))
+    job = TextJob("chat")
+    starting = _started_chat(request, job, await read_text_body(request, job))
     form, stream = await while_connected(request, starting, discard=_close)
     name, usage = _named(form, stream.model), form.with_usage_chunk
     serializer = ChatSerializer(request_id_of(request), name, stream.model, with_usage_chunk=usage)
@@ -57,7 +58,8 @@ async def chat_completions(request: Request) -> Response:
 
 async def completions(request: Request) -> Response:
     text = services_of(request).text
-    preparing = text.prepare_body(TextJob("completions"), await read_body(request), caller_of(request), parse)
+    job = TextJob("completions")
+    preparing = text.prepare_body(job, await read_text_body(request, job), caller_of(request), parse)
     prepared = await while_connected(request, preparing)
     body_is_prepared(request)
     form, prompts = prepared.form, prepared.prompts
@@ -69,9 +71,9 @@ async def completions(request: Request) -> Response:
     return await _respond(request, form, answer, serializer)
 
 
-async def _started_chat(request: Request, raw: bytes) -> tuple[AnswerForm, TextStream]:
+async def _started_chat(request: Request, job: TextJob, raw: bytes) -> tuple[AnswerForm, TextStream]:
     text = services_of(request).text
-    prepared = await text.prepare_body(TextJob("chat"), raw, caller_of(request), parse)
+    prepared = await text.prepare_body(job, raw, caller_of(request), parse)
     del raw  # the wait for a worker may be long
     body_is_prepared(request)
     (prompt,) = prepared.prompts

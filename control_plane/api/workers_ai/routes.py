@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from control_plane.api.encoders import routes as encoders
-from control_plane.api.http.body_reading import body_is_prepared, read_body
+from control_plane.api.http.body_reading import body_is_prepared, read_text_body
 from control_plane.api.http.bounds import check_model_name
 from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
@@ -55,7 +55,7 @@ def _query(request: Request) -> tuple[tuple[str, str], ...]:
 
 async def answer(request: Request, job: TextJob, *, in_envelope: bool) -> Response:
     """Run a model and answer in its wire format, whole or streamed; REST adds an envelope, the binding does not."""
-    starting = _started(request, job, await read_body(request))
+    starting = _started(request, job, await read_text_body(request, job))
     started = await while_connected(request, starting, discard=_close)
     if isinstance(started, Encoded):
         envelope = _ENVELOPE if in_envelope else (b"", b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from control_plane.api.http import sse
 from control_plane.text.model_name import model_named_in
 from control_plane.text.text_service import InlinePreparer
 from tandem_runtime.errors import Overloaded
@@ -68,16 +69,23 @@ async def test_a_refused_body_is_not_tokenized_and_told_when_to_come_again(monke
         ("/client/v4/accounts/default/ai/run/demo", {"prompt": "hi"}),
     ],
 )
-async def test_a_body_whose_model_is_known_by_its_name_is_not_even_parsed(
+async def test_a_body_whose_model_is_known_by_its_name_is_not_even_parsed_and_has_no_task(
     path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(self: InlinePreparer, *arguments: object, **options: object) -> object:
         raise AssertionError("it was parsed")
 
+    watched: list[object] = []
+
+    async def noted(request: object) -> None:
+        watched.append(request)
+
     monkeypatch.setattr(InlinePreparer, "prepare", never)
+    monkeypatch.setattr(sse, "_disconnected", noted)
     async with serve(ScriptedDispatcher(Script(HELLO)), door=ClosedDoor(knows_names=True)) as gateway:
         response = await gateway.client.post(path, json=body, headers={"x-service-tier": "flex"})
         assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert not watched, "a task was started for it"
 
 
 async def test_an_open_door_and_a_name_that_nobody_has_change_nothing() -> None:

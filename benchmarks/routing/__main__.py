@@ -97,6 +97,7 @@ class Fleet:
             self._add_kv_service(number)
         for number in range(size.num_workers):
             self._add_worker(number)
+        self.router.health.ask_links({each.incarnation for each in self._registry.workers()})
         self._known = self._fill()
         self._in_flight: deque[list[tuple[InFlightEntry, CallWatch]]] = deque()
 

@@ -86,7 +86,7 @@ class Dispatcher:
         self.budget = budget or RetryBudget()
         self._feedback = RouteFeedback(registry, router)
         signer = handle_signer(secret, macs_until)
-        router.health.ask_links(links.is_attached)
+        router.health.ask_links(links.attached)
         links.listen(router.health.stream_broke)
         self._stalls = StallWatch(router.health)
         self._rooms = RoomKeeper(registry, links, router, self.queue, budgets, reports_waiting=reports_waiting)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.prices import PredictedWork
 from control_plane.dispatch.admission import NoRoom, RetryBudget, look_again_seconds
@@ -181,7 +183,7 @@ class RequestStarter:
             raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
         if not state.request.is_probe and self._rooms.is_out_of_turn(route):
             raise Overloaded("the prefill worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
-        return route._replace(decodes=route.decodes[:MAX_CANDIDATES])
+        return msgspec.structs.replace(route, decodes=route.decodes[:MAX_CANDIDATES])
 
     async def _submit_both_halves(self, state: RequestState, route: Route, waiter: Waiter) -> None:
         """Submit both halves at once and wait until both are accepted; raises TandemError.

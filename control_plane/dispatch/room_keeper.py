@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from control_plane.admission.budgets import BudgetTable
 from control_plane.admission.model_admission import Waiter
 from control_plane.admission.worker_rooms import Report, SentCall, WorkerRooms
@@ -110,7 +112,7 @@ class RoomKeeper:
                 decodes.append(worker)
                 if len(decodes) == MAX_CANDIDATES:
                     break
-        return route._replace(decodes=tuple(decodes)) if decodes else Lack.DECODE
+        return msgspec.structs.replace(route, decodes=tuple(decodes)) if decodes else Lack.DECODE
 
     def is_out_of_turn(self, route: Route) -> bool:
         """Whether a route's prefill worker has work, grants, and has not granted this gateway room for the prompt."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from tandem.v1 import types_pb2 as pb
 
 _PROBE_BYTES = 1 << 20
@@ -46,7 +48,7 @@ class Arena(NamedTuple):
     """Of one read: a quarter of the arena, at most 4 MiB."""
 
 
-class WorkerFigures(NamedTuple):
+class WorkerFigures(msgspec.Struct, frozen=True, gc=False):
     """Of one worker as of its last report. None: not known yet."""
 
     host_id: str

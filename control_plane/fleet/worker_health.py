@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 
 from control_plane.fleet.answer_times import AnswerTimes, Usual, expected_seconds
 from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Record, Status
@@ -67,7 +67,7 @@ class WorkerHealth:
         self._times: dict[tuple[str, int], AnswerTimes] = {}
         self._out: set[str] = set()
         """Incarnations that are ejected or on probation."""
-        self._is_attached: Callable[[str], bool] = lambda incarnation: True
+        self._attached: Container[str] = _Everyone()
         self.num_ejections: Counter[tuple[int, Cause]] = Counter()
         """Since the start, by role and cause."""
         registry.listen(self._changed)
@@ -79,9 +79,9 @@ class WorkerHealth:
         """Leave a time out of all that calls have waited: this process was stopped or starved."""
         self._stood_still += seconds
 
-    def ask_links(self, is_attached: Callable[[str], bool]) -> None:
-        """Take from the links whether a worker's stream is open; until then all count as attached."""
-        self._is_attached = is_attached
+    def ask_links(self, attached: Container[str]) -> None:
+        """Take from the links which incarnations' streams are open; until then all count as attached."""
+        self._attached = attached
 
     # --------------------------------------------------------------------------------------------- for the router
 
@@ -92,7 +92,7 @@ class WorkerHealth:
 
     def usable(self, workers: list[Worker]) -> list[Worker]:
         """Return those of a model's workers of one role that new requests may go to."""
-        attached = [worker for worker in workers if self._is_attached(worker.incarnation)]
+        attached = [worker for worker in workers if worker.incarnation in self._attached]
         if not attached:
             return attached
         well = [worker for worker in attached if worker.incarnation not in self._out]
@@ -102,9 +102,8 @@ class WorkerHealth:
 
     def well(self, workers: list[Worker]) -> list[Worker]:
         """Return those that nothing speaks against, of some of a model's workers of one role; there may be none."""
-        is_attached, out = self._is_attached, self._out
-        attached = [worker for worker in workers if is_attached(worker.incarnation)]
-        return self._in_time([worker for worker in attached if worker.incarnation not in out] if out else attached)
+        attached, out = self._attached, self._out
+        return self._in_time([each for each in workers if each.incarnation in attached and each.incarnation not in out])
 
     def _in_time(self, well: list[Worker]) -> list[Worker]:
         """Return the workers without an overdue call."""
@@ -161,7 +160,7 @@ class WorkerHealth:
         if watch.has_failed:
             return
         watch.has_failed = True
-        if self._is_attached(watch.record.worker.incarnation):  # a broken stream counts once, not for each call
+        if watch.record.worker.incarnation in self._attached:  # a broken stream counts once, not for each call
             self._count(watch.record, watch.sent_at, cause, reason, is_certain=is_certain)
 
     def stream_broke(self, worker: Worker, num_calls: int) -> None:
@@ -299,7 +298,7 @@ class WorkerHealth:
     def is_due(self, record: Record) -> bool:
         """Return whether a worker is on probation, and can be reached."""
         incarnation = record.worker.incarnation
-        return self._is_out(record) and self.now() >= record.ejected_until and self._is_attached(incarnation)
+        return self._is_out(record) and self.now() >= record.ejected_until and incarnation in self._attached
 
     def trial_seconds(self, watch: CallWatch) -> float:
         """Return how long a trial may take: 1 s where peers are fast, so that it ends within 10 s of being well."""
@@ -314,7 +313,7 @@ class WorkerHealth:
         """Return how requests find a worker. Metrics ask for it in a thread of their own."""
         if worker.role not in (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE):
             return Status("ok")
-        if not self._is_attached(worker.incarnation):
+        if worker.incarnation not in self._attached:
             return Status("detached", "the gateway has no stream to it")
         record = self._records.get(worker.incarnation)
         if record is None or not self._is_out(record):
@@ -329,7 +328,7 @@ class WorkerHealth:
     def _has_other(self, record: Record) -> bool:
         peers = self._peers(record)
         return any(
-            each != record.worker.incarnation and each not in self._out and self._is_attached(each) for each in peers
+            each != record.worker.incarnation and each not in self._out and each in self._attached for each in peers
         )
 
     def _peers(self, record: Record) -> set[str]:
@@ -363,6 +362,13 @@ class WorkerHealth:
         model_id, role = worker.info.card.model_id, worker.role
         if not any(each.role == role for each in self._registry.workers_of(model_id)):
             self._times.pop((model_id, role), None)
+
+
+class _Everyone:
+    """All incarnations."""
+
+    def __contains__(self, incarnation: object) -> bool:
+        return True
 
 
 def _is_slow(seconds: float, usual_seconds: float) -> bool:

@@ -88,15 +88,16 @@ class WorkerLink:
         on_attached: Callable[[Worker], None] = lambda worker: None,
         on_grant: Callable[[Worker, pb.Grant], None] = lambda worker, grant: None,
         clock: Callable[[], float] = time.monotonic,
+        attached: set[str] | None = None,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
         `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
-        the worker has answered on a new one; `on_grant` with each grant, after the refusal that carries it.
+        the worker has answered on a new one; `on_grant` with each grant, after the refusal that carries it. `attached`
+        has the worker's incarnation while it is attached.
         """
         self.worker = worker
-        self.is_attached = False
-        """Whether the worker has answered the hello of the stream that is open now."""
+        self.attached = set[str]() if attached is None else attached
         self._on_break = on_break
         self._on_attached = on_attached
         self._on_grant = on_grant
@@ -210,7 +211,8 @@ class WorkerLink:
             log.exception("attach_failed", worker=self.worker.worker_id)
             return message_of(error)
         finally:
-            self.is_attached = self.uses_grants = False
+            self.attached.discard(self.worker.incarnation)
+            self.uses_grants = False
             self.tables.closed()
         return "the worker closed it"
 
@@ -256,7 +258,8 @@ class WorkerLink:
                 ledger = event.failed.ledger if event.failed.HasField("ledger") else None
                 self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
-                self._takes_choices, self.is_attached = event.hello.takes_choices, True
+                self._takes_choices = event.hello.takes_choices
+                self.attached.add(self.worker.incarnation)
                 self.uses_grants = event.hello.uses_grants
                 self.tables.opened(partial(_ask, self._commands) if event.hello.answers_tables else None)
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
@@ -322,6 +325,8 @@ class LinkPool:
         self._member = member
         self._gateway_incarnation = gateway_incarnation
         self._links: dict[str, WorkerLink] = {}
+        self.attached: set[str] = set()
+        """Incarnations whose streams are open, and that have answered on them."""
         self._closing = TaskSet()
         self._turns = Turns()
         self._listeners: list[Callable[[Worker, int], None]] = []
@@ -366,11 +371,6 @@ class LinkPool:
         link = self._links.get(worker.incarnation)
         return None if link is None else link.tables
 
-    def is_attached(self, incarnation: str) -> bool:
-        """Return whether the stream to a worker is open, and the worker has answered on it."""
-        link = self._links.get(incarnation)
-        return link is not None and link.is_attached
-
     def running(self) -> set[tuple[str, str, int]]:
         """Return worker incarnation, request id and attempt of every call that this gateway has open."""
         links = self._links.items()
@@ -405,10 +405,13 @@ class LinkPool:
                 self._broke,
                 self._attached,
                 self._granted,
+                attached=self.attached,
             )
         elif is_here:
             self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded
         elif link := self._links.pop(worker.incarnation, None):
+            self.attached.discard(worker.incarnation)
+            link.attached = set()  # the end of this stream is not that of the next link's
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
             self._closing.spawn(link.retire() if is_draining else link.close())
 

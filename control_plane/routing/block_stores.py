@@ -132,7 +132,11 @@ class PromptCaches:
         source = stores.store(from_host) if from_host else None
         self._num_there = 0 if source is None else match.hosts[from_host]
         self._address, self._source_id = ("", "") if source is None else source[:2]
+        self._nothing = NOTHING_CACHED, max(1, num_tokens), 0.0
         self._all_remote = self._cached(0, 0, self._num_there)
+        self._link: Link | None = None
+        self._bytes_per_token = self._fetch_ms = 0.0
+        """Of the last worker that had nothing of the prompt near: most have the same."""
 
     def of(self, incarnation: str, figures: WorkerFigures, rate: float) -> tuple[CachedPrefix, int, float]:
         """Return a worker's cached tokens, those left to compute, and the milliseconds of loading.
@@ -141,6 +145,8 @@ class PromptCaches:
         """
         size, host_id, stores = self._grain, figures.host_id, self._stores
         own, host = self._pools.get(incarnation, 0), self._hosts.get(host_id, 0)
+        if not own and not host:
+            return self._from_afar(host_id, figures, rate)
         host = host - own if host > own else 0
         remote = self._num_there - own - host
         num_found = load_ms = 0.0
@@ -149,22 +155,35 @@ class PromptCaches:
             load_ms = 1000.0 * num_found * figures.bytes_per_token / _MEMORY_BYTES_PER_SECOND
         if remote > 0 and (store := stores.store(host_id)) is not None:
             num_fetched = size * remote * stores.remote_hit_rate(self._from_host, host_id)
-            latency_ms, bytes_per_second, _ = store.links.get(self._address, ASSUMED_LINK)
-            fetch_ms = latency_ms + 1000.0 * remote * size * figures.bytes_per_token / bytes_per_second
+            fetch_ms = _fetch_ms(store.links.get(self._address, ASSUMED_LINK), size * remote, figures.bytes_per_token)
             if fetch_ms < 1000.0 * num_fetched / rate:
-                load_ms += fetch_ms
+                cached = self._cached(own, host, remote)
                 num_found += num_fetched
-                cached = self._cached(own, host, remote) if own or host else self._all_remote
-                return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms
-        if not (own or host):
-            return NOTHING_CACHED, max(1, self._num_tokens), 0.0
+                return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms + fetch_ms
         cached = CachedPrefix(size * own, size * host)
         return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms
+
+    def _from_afar(self, host_id: str, figures: WorkerFigures, rate: float) -> tuple[CachedPrefix, int, float]:
+        """Return the same for a worker that has nothing of the prompt, as its host."""
+        if not self._num_there or (store := self._stores.store(host_id)) is None:
+            return self._nothing
+        link, num_tokens = store.links.get(self._address, ASSUMED_LINK), self._grain * self._num_there
+        if link is not self._link or figures.bytes_per_token != self._bytes_per_token:
+            self._link, self._bytes_per_token = link, figures.bytes_per_token
+            self._fetch_ms = _fetch_ms(link, num_tokens, figures.bytes_per_token)
+        num_fetched = num_tokens * self._stores.remote_hit_rate(self._from_host, host_id)
+        if self._fetch_ms >= 1000.0 * num_fetched / rate:
+            return self._nothing
+        return self._all_remote, max(1, round(self._num_tokens - num_fetched)), self._fetch_ms
 
     def _cached(self, own: int, host: int, remote: int) -> CachedPrefix:
         """Return so many blocks as tokens, some of them of the source."""
         size = self._grain
         return CachedPrefix(size * own, size * host, size * remote, self._from_host, self._address, self._source_id)
+
+
+def _fetch_ms(link: Link, num_tokens: int, bytes_per_token: float) -> float:
+    return link.latency_ms + 1000.0 * num_tokens * bytes_per_token / link.bytes_per_second
 
 
 def _mixed(old: float, new: float) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+
+import msgspec
 
 from control_plane.explain.explanation import CachedTokens, Candidate, HandOverExplanation, RouteExplanation
 from control_plane.routing.cost_model import PrefillEstimate
@@ -17,12 +18,11 @@ MAX_COMPARED = 8
 """Workers of each role."""
 
 
-class ComparedDecode(NamedTuple):
-    """A decode worker, compared. Ordered by costs, then by name."""
+class ComparedDecode(msgspec.Struct, frozen=True, gc=False):
+    """A decode worker, compared."""
 
     cost: tuple[bool, float]
     """Whether its pool seems full, and the predicted milliseconds of prompt and answer."""
-    worker_id: str
     estimate: PrefillEstimate
     local_ms: float
     """Until the worker would have computed the prompt itself, the delay of its other answers included."""
@@ -35,7 +35,7 @@ class ComparedDecode(NamedTuple):
     """Until this worker would have the cache from there."""
 
 
-class Comparison(NamedTuple):
+class Comparison(msgspec.Struct, frozen=True, gc=False):
     """The workers that a request might have gone to: the soonest of prefill, the first of decode in their order."""
 
     prefills: Sequence[PrefillEstimate] = ()
@@ -98,7 +98,7 @@ class Comparison(NamedTuple):
             estimate = compared.estimate
             yield Candidate(
                 "decode",
-                compared.worker_id,
+                estimate.worker.worker_id,
                 compared.local_ms,
                 estimate.queue_ms,
                 estimate.load_ms,
@@ -106,7 +106,7 @@ class Comparison(NamedTuple):
                 None,
                 CachedTokens(estimate.cached.own, estimate.cached.host, estimate.cached.remote),
                 compared.load,
-                is_chosen=compared.worker_id == chosen,
+                is_chosen=estimate.worker.worker_id == chosen,
             )
 
     def _runner_up(self, candidates: Sequence[Candidate], prefill_id: str, decode_id: str) -> Candidate | None:

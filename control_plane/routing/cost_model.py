@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.block_stores import NOTHING_CACHED, BlockStores, PromptCaches
 from control_plane.routing.hand_overs import HandOverCost, HandOvers, Shown, shown
@@ -146,7 +148,7 @@ class InFlightEntry:
         self._in_flight.changed(self._incarnation)
 
 
-class PrefillEstimate(NamedTuple):
+class PrefillEstimate(msgspec.Struct, frozen=True, gc=False):
     """The predicted cost of computing or loading one prompt's KV cache at one worker."""
 
     worker: Worker
@@ -243,11 +245,14 @@ class CostModel:
         cached, num_missing, load_ms = NOTHING_CACHED, max(1, request.num_prompt_tokens), 0.0
         is_prefill, typical = workers[0].role == _PREFILL, 0.0
         num_mine = self._in_flight.prefill_tokens.get  # `[]` of a Counter is slow if it has none
-        rate_of = self._prefill_rates.of
+        reported, computed = self._prefill_rates.rates, self._computed
         estimates = []
         for worker in workers:
             incarnation, figures = worker.incarnation, worker.figures
-            rate = rate_of(incarnation) if is_prefill else self.computed_rate(worker)
+            if is_prefill:
+                rate = reported.get(incarnation)
+            else:
+                rate = self.computed_rate(worker) if incarnation in computed else None
             if not rate:
                 rate = typical = typical or self.typical_rate(*_peers(worker))
             num_queued = num_mine(incarnation, 0)
@@ -270,9 +275,17 @@ class CostModel:
 
     def local_ms(self, estimate: PrefillEstimate) -> float:
         """Return the cost of a prompt at a decode worker, the delay of the answers that run there included."""
-        worker, _, _, queue_ms, load_ms, compute_ms = estimate
-        num_running = max(1, worker.figures.num_running, self._in_flight.answers.get(worker.incarnation, 0))
-        return queue_ms + (load_ms + compute_ms) * (1 + SHARE_OF_OTHERS * num_running)
+        return self.all_local_ms([estimate])[0]
+
+    def all_local_ms(self, estimates: Sequence[PrefillEstimate]) -> list[float]:
+        """Return the same as `local_ms` for several decode workers."""
+        num_mine, found = self._in_flight.answers.get, []
+        for estimate in estimates:
+            worker = estimate.worker
+            num_running = max(1, worker.figures.num_running, num_mine(worker.incarnation, 0))
+            prompt_ms = (estimate.load_ms + estimate.compute_ms) * (1 + SHARE_OF_OTHERS * num_running)
+            found.append(estimate.queue_ms + prompt_ms)
+        return found
 
     def shown(self, estimate: PrefillEstimate, num_tokens: int) -> Shown:
         """Return what others can read of a prompt of so many tokens at a prefill worker, and when."""

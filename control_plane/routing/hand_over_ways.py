@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from control_plane.fleet.registry import Worker
 from control_plane.routing.cost_model import CostModel, PrefillEstimate
 from control_plane.routing.hand_overs import Shown
 
 
-class _Way(NamedTuple):
+class _Way(msgspec.Struct, frozen=True, gc=False):
     total_ms: float
     """Until the first token."""
     host_id: str
@@ -61,10 +62,9 @@ class HandOverWays:
         best_ms = best.total_ms + reader.ms(best.shown, best.host_id, pair(best.host_id, to_host))
         limit_ms = min(best_ms / self._slack, best_ms - self._slack_ms)
         for other in self._sooner_than(limit_ms):
-            total_ms, from_host, _, shown = other
-            if total_ms >= limit_ms:
+            if other.total_ms >= limit_ms:
                 break
-            ms = total_ms + reader.ms(shown, from_host, pair(from_host, to_host))
+            ms = other.total_ms + reader.ms(other.shown, other.host_id, pair(other.host_id, to_host))
             if ms < limit_ms:
                 best, best_ms, limit_ms = other, ms, ms
         return best.prefill, best_ms

@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import ASSUMED_LINK, Arena, Link, WorkerFigures
@@ -46,7 +48,7 @@ _NO_PAIRS: Mapping[str, Pair] = {}
 _NOBODY: frozenset[str] = frozenset()
 
 
-class Shown(NamedTuple):
+class Shown(msgspec.Struct, frozen=True, gc=False):
     """What a prefill worker shows of a prompt, and when."""
 
     num_tokens: int
@@ -57,7 +59,7 @@ class Shown(NamedTuple):
     """From the end of the first step, when the blocks before it are shown too, until that of the last one."""
 
 
-class Pair(NamedTuple):
+class Pair(msgspec.Struct, frozen=True, gc=False):
     """What moving blocks from one host to another takes."""
 
     fixed_ms: float
@@ -97,7 +99,7 @@ class HandOverCost(NamedTuple):
         return self.fixed_ms + self.transfer_ms + self.wait_ms
 
 
-class Reader(NamedTuple):
+class Reader(msgspec.Struct, frozen=True, gc=False):
     """Of one prompt: the decode worker that would read it, as it is now."""
 
     host_id: str
@@ -109,28 +111,26 @@ class Reader(NamedTuple):
 
     def cost(self, shown: Shown, from_host: str, pair: Pair) -> HandOverCost:
         """Return the cost of reading it from a host, and what that is made of."""
-        (fixed_ms, ms_per_byte, _), num_bytes = pair, round(self.num_bytes)
+        fixed_ms, ms_per_byte, num_bytes = pair.fixed_ms, pair.ms_per_byte, round(self.num_bytes)
         transfer_ms = ms_per_byte * num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
         wait_ms = 0.0 if from_host == self.host_id else ms_per_byte * self.num_lacking
         return HandOverCost(from_host, self.host_id, num_bytes, fixed_ms, transfer_ms, wait_ms, ms_per_byte)
 
     def ms(self, shown: Shown, from_host: str, pair: Pair) -> float:
         """Return only the sum: the router compares some ten of them for each request."""
-        host_id, bytes_per_token, num_bytes, num_lacking = self
-        fixed_ms, ms_per_byte, _ = pair
-        num_left = num_late(num_bytes, shown, bytes_per_token, ms_per_byte)
-        if from_host != host_id:
-            num_left += num_lacking
-        return fixed_ms + ms_per_byte * num_left
+        ms_per_byte = pair.ms_per_byte
+        num_left = num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
+        if from_host != self.host_id:
+            num_left += self.num_lacking
+        return pair.fixed_ms + ms_per_byte * num_left
 
 
 def num_late(num_bytes: float, shown: Shown, bytes_per_token: float, ms_per_byte: float) -> float:
     """Return how many of the bytes to move are left when prefill ends."""
-    _, num_last_tokens, overlap_ms = shown
-    num_last = num_last_tokens * bytes_per_token
+    num_last = shown.num_last_tokens * bytes_per_token
     if num_last >= num_bytes:
         return num_bytes
-    num_left = num_bytes - overlap_ms / ms_per_byte
+    num_left = num_bytes - shown.overlap_ms / ms_per_byte
     return num_left if num_left > num_last else num_last
 
 
@@ -212,6 +212,14 @@ class HandOvers:
         if found is None or (found.until is not None and found.until <= self._clock()):
             return self._find(from_host, to_host)
         return found
+
+    def pairs(self, from_hosts: Sequence[str], to_host: str) -> list[Pair]:
+        """Return the same as `pair` of several hosts."""
+        known, pair = self._pairs.get(to_host, _NO_PAIRS).get, self.pair
+        return [
+            found if (found := known(host)) is not None and found.until is None else pair(host, to_host)
+            for host in from_hosts
+        ]
 
     def _find(self, from_host: str, to_host: str) -> Pair:
         """Find a pair anew, and keep it."""

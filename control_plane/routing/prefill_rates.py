@@ -24,7 +24,6 @@ class _Reported(NamedTuple):
     num_tokens: int
     num_us: int
     """Microseconds: sums of whole numbers are exact, whatever is added and taken away again."""
-    rate: float
 
 
 class PrefillRates:
@@ -32,6 +31,8 @@ class PrefillRates:
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._reported: dict[str, _Reported] = {}
+        self.rates: dict[str, float] = {}
+        """Prompt tokens per second by incarnation, as of the last report; of workers that have computed something."""
         self._of_peers: dict[_Peers, tuple[int, int]] = {}
         """Tokens and microseconds of all of them, over their lives."""
         registry.listen(self._changed)
@@ -39,8 +40,7 @@ class PrefillRates:
 
     def of(self, incarnation: str) -> float | None:
         """Return prompt tokens per second as of the last report; None: the worker has computed nothing."""
-        reported = self._reported.get(incarnation)
-        return None if reported is None else reported.rate
+        return self.rates.get(incarnation)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if is_here:
@@ -60,12 +60,14 @@ class PrefillRates:
         self._of_peers[peers] = tokens_of_all, us_of_all
         usual = _SECONDS_OF_PEERS * 1e6 * tokens_of_all / us_of_all
         rate = (num_tokens + usual) / (num_us / 1e6 + _SECONDS_OF_PEERS)
-        self._reported[worker.incarnation] = _Reported(peers, num_tokens, num_us, rate)
+        self._reported[worker.incarnation] = _Reported(peers, num_tokens, num_us)
+        self.rates[worker.incarnation] = rate
 
     def _forget(self, incarnation: str) -> None:
         reported = self._reported.pop(incarnation, None)
         if reported is None:
             return
+        del self.rates[incarnation]
         num_tokens, num_us = self._of_peers[reported.peers]
         num_tokens, num_us = num_tokens - reported.num_tokens, num_us - reported.num_us
         if num_tokens:

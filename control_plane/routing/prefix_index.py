@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 _NOWHERE: Mapping[str, int] = {}
 
 
-class CachedPrefix(NamedTuple):
+class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
     """The leading tokens of a prompt that one worker finds cached; each part follows the one before."""
 
     own: int = 0
@@ -24,7 +25,7 @@ class CachedPrefix(NamedTuple):
     """Its worker id."""
 
 
-class PrefixMatch(NamedTuple):
+class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     """How many leading blocks of one prompt each pool and each host's store has."""
 
     pools: Mapping[str, int] = _NOWHERE

@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import nsmallest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import msgspec
 
 from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -40,7 +42,7 @@ _SLACK_MS = 5.0
 _NO_ROUTE = SessionRoute("", "")
 
 
-class Route(NamedTuple):
+class Route(msgspec.Struct, frozen=True, gc=False):
     """The workers for a request. Decode workers are in order of preference; the first that accepts is used."""
 
     prefill: Worker | None
@@ -196,7 +198,7 @@ class Router:
         ((_, drawn),) = self._rng.choices(able, weights)
         best = min((route for _, route in able if route.expects_cached), key=lambda route: route.cost, default=drawn)
         chosen = drawn if drawn.cost[1] <= TIE * best.cost[1] else best
-        return chosen._replace(num_groups=len(routes))
+        return msgspec.structs.replace(chosen, num_groups=len(routes))
 
     def _prefill_estimates(self, groups: Sequence[Group], query: Query) -> list[list[PrefillEstimate]]:
         """Return the estimates of each group's prefill candidates: of those that are well, if there are any."""
@@ -312,23 +314,23 @@ class Router:
         step_ms = sum(measured) / len(measured) if measured else ASSUMED_STEP_MS
         answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * step_ms
         num_prompt_tokens, num_tokens = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
-        sent, local_ms_of, options = self.in_flight.decode_tokens.get, self.costs.local_ms, []
-        for estimate in local:
+        sent, ranked = self.in_flight.decode_tokens.get, []
+        for estimate, local_ms in zip(local, self.costs.all_local_ms(local), strict=True):
             worker = estimate.worker
             figures, num_mine = worker.figures, sent(worker.incarnation, 0)
-            local_ms = prompt_ms = local_ms_of(estimate)
-            load = _load(figures, num_mine, num_tokens)
+            prompt_ms, load = local_ms, _load(figures, num_mine, num_tokens)
             is_handed_over, prefill, hand_over_ms = False, None, 0.0
             if ways is not None and figures.kv_address:
                 prefill, hand_over_ms = ways.best(estimate)
                 if hand_over == "always" or hand_over_ms < local_ms:
                     is_handed_over, prompt_ms = True, hand_over_ms
             is_tight = figures.free_tokens < num_prompt_tokens + num_mine - figures.num_tokens_in_flight
-            cost = is_tight, prompt_ms + answer_ms * load
-            options.append(
-                ComparedDecode(cost, worker.worker_id, estimate, local_ms, load, is_handed_over, prefill, hand_over_ms)
-            )
-        options.sort()
+            cost_ms = prompt_ms + answer_ms * load
+            cost = is_tight, cost_ms
+            option = ComparedDecode(cost, estimate, local_ms, load, is_handed_over, prefill, hand_over_ms)
+            ranked.append((is_tight, cost_ms, worker.worker_id, option))
+        ranked.sort()
+        options = [option for _, _, _, option in ranked]
         best = options[0]
         # What prefill takes is the same for each of them: the rest is compared.
         common = best.prefill.total_ms if best.is_handed_over and best.prefill is not None else 0.0
@@ -397,10 +399,9 @@ class Router:
         if len(prefills) > MAX_COMPARED:  # the session's worker may not be among the soonest
             prefills = nsmallest(MAX_COMPARED, prefills, key=lambda each: (each is not best, each.total_ms))
         first, hand_overs, num_tokens = decodes[0].estimate, self.costs.hand_overs, request.num_prompt_tokens
-        pair, to_host = hand_overs.pair, first.worker.figures.host_id
         return Comparison(
             prefills,
-            [pair(each.worker.figures.host_id, to_host) for each in prefills],
+            hand_overs.pairs([each.worker.figures.host_id for each in prefills], first.worker.figures.host_id),
             decodes[:MAX_COMPARED],
             num_tokens,
             hand_overs.reader(first.worker, num_tokens, first.cached.own),

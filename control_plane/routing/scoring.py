@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from control_plane.routing import rendezvous
@@ -40,7 +41,7 @@ LAST = 1e12
 """Added to the score of workers that come after all others."""
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """Which workers of a table a request may go to."""
 
     key: int | None
@@ -53,7 +54,7 @@ class Choice(NamedTuple):
     """A random number, at least 0 and below 1: decides between workers that are about as good."""
 
 
-class Way(NamedTuple):
+class Way(msgspec.Struct, frozen=True, gc=False):
     """A hand-over to the workers of a table."""
 
     pairs: PairColumns
@@ -66,7 +67,7 @@ class Way(NamedTuple):
     """No worker of the table may compute the prompt."""
 
 
-class Scored(NamedTuple):
+class Scored(msgspec.Struct, frozen=True, gc=False):
     score: Floats
     """[rows]; inf: never. The table's own memory: the next scores overwrite it."""
     home: int | None
@@ -178,7 +179,7 @@ def answer_ms(table: WorkerTable, request: RoutingRequest) -> float:
 
 def is_short(table: WorkerTable) -> bool:
     """Return whether all workers of a table are compared."""
-    return len(table) <= MAX_COMPARED
+    return len(table.incarnations) <= MAX_COMPARED
 
 
 def num_picked(table: WorkerTable) -> int:

@@ -198,7 +198,7 @@ class Shortlist:
         self, table: WorkerTable, scored: Scored, query: Query, last: str, among: Collection[str] | None
     ) -> list[Worker]:
         """Return some of the workers with the least scores, and those with some of the prompt; inf: never."""
-        score, home, picked = scored
+        score, home, picked = scored.score, scored.home, scored.picked
         if home is not None:
             last = table.incarnations[home]
             query.homes.add(last)

@@ -97,7 +97,7 @@ class Harness:
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
         self.workers.append(await worker.start())
         worker.register(self.registry)
-        await until(lambda: self.links.is_attached(worker.incarnation))
+        await until(lambda: worker.incarnation in self.links.attached)
         return worker
 
     def report(self, worker: ScriptedWorker, **load: Any) -> None:

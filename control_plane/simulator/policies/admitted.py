@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
+
 from control_plane.admission import worker_rooms
 from control_plane.admission.worker_rooms import SentCall, WorkerRooms
 from control_plane.fleet.registry import Worker
@@ -83,7 +85,7 @@ class AdmittedTandemPolicy(TandemPolicy):
             )
             if has_room:
                 decodes.append(worker)
-        return route._replace(decodes=tuple(decodes[:_MAX_CANDIDATES])) if decodes else Lack.DECODE
+        return msgspec.structs.replace(route, decodes=tuple(decodes[:_MAX_CANDIDATES])) if decodes else Lack.DECODE
 
     def _takes_prompt(self, worker: Worker, request: RoutingRequest) -> bool:
         num_queued = self.router.in_flight.prefill_tokens[worker.incarnation]

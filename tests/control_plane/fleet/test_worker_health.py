@@ -22,8 +22,8 @@ class World:
         self.now = 0.0
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
         self.health = WorkerHealth(self.registry, lambda: self.now)
-        self.detached: set[str] = set()
-        self.health.ask_links(lambda incarnation: incarnation not in self.detached)
+        self.attached: set[str] = set()
+        self.health.ask_links(self.attached)
         for name in names:
             self.join(name)
 
@@ -31,6 +31,7 @@ class World:
         card = pb.ModelCard(model_id=MODEL)
         info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=pb.WORKER_ROLE_DECODE, card=card)
         self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
+        self.attached.add(info.incarnation)
 
     def worker(self, name: str) -> Worker:
         found = self.registry.get(name)
@@ -239,20 +240,20 @@ def test_a_single_worker_is_never_left_out() -> None:
 
 def test_a_detached_worker_gets_nothing_even_if_it_is_the_only_one() -> None:
     world = World("ab")
-    world.detached.add("a-1")
+    world.attached.discard("a-1")
     assert world.usable() == "b" and world.status("a") == "detached"
-    world.detached.add("b-1")
+    world.attached.discard("b-1")
     assert world.usable() == ""
 
 
 def test_a_broken_stream_counts_once_however_many_calls_it_had() -> None:
     world = World("ab")
     calls = [world.send("a") for _ in range(10)]
-    world.detached.add("a-1")
+    world.attached.discard("a-1")
     world.health.stream_broke(world.worker("a"), len(calls))
     for watch in calls:
         watch.failed("the stream broke")
-    world.detached.clear()
+    world.attached.update({"a-1", "b-1"})
     assert world.status("a") == "ok"
     for _ in range(2):
         world.health.stream_broke(world.worker("a"), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -124,7 +125,7 @@ def test_another_hosts_blocks_are_fetched_if_that_is_sooner_than_computing() -> 
     assert route.predicted_ms["load"] == pytest.approx(52.0)  # 50 MB at the assumed 1 GB/s, and 2 ms
     estimate = route.estimates[route.workers[0].incarnation]
     assert harness.router.costs.prefix_wait_ms(estimate) == pytest.approx(4 * 52.0)
-    slower = estimate._replace(load_ms=300.0)
+    slower = msgspec.structs.replace(estimate, load_ms=300.0)
     assert harness.router.costs.prefix_wait_ms(slower) == pytest.approx(800.0), "as long as computing it takes"
     slow = pb.KvLink(address="far:1", bytes_per_second=60 * MEGABYTE, latency_ms=7.0)
     harness.add_kv("h", slow)

@@ -144,6 +144,11 @@ class _Gateway:
     def waits(self) -> bool:
         return self.demand.num_requests > 0 and not self.is_stuck
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has had no grant yet. The others give back its part at once: its requests may be on their way."""
+        return not self.number
+
     def is_due(self, now: float) -> bool:
         return self.unmet_since is not None and now - self.unmet_since >= _DUE_SECONDS
 
@@ -286,7 +291,9 @@ class GrantDivider(Generic[_Key]):
         )
         left.num_tokens -= sum(each.num_tokens for each in out.values())
         left.num_requests -= sum(each.num_requests for each in out.values())
-        must_lower = any(each.lacks(out[key]) and _is_less(out[key], targets[key]) for key, each in self._items())
+        must_lower = any(
+            (each.is_new or each.lacks(out[key])) and _is_less(out[key], targets[key]) for key, each in self._items()
+        )
         grants: dict[_Key, Grant] = {}
         for key, gateway in sorted(self._items(), key=lambda item: (item[1].rank, item[1].order)):
             target, has = targets[key], out[key]

@@ -138,6 +138,17 @@ def test_unused_room_is_free_again_when_the_grant_has_expired(in_order: bool) ->
     assert divider.divide(room, LATER)["a"].num_requests == 9
 
 
+def test_a_new_gateway_has_its_part_once_the_others_have_seen_that_they_have_less() -> None:
+    divider = divider_of("a")
+    divider.divide(ROOM, 0.0)
+    divider.attach("b")
+    grants = divider.divide(ROOM, RENEW_SECONDS / 10)
+    assert grants["b"] == Grant(1, 0, 0), "a may have used it all"
+    assert (grants["a"].num_tokens, grants["a"].num_requests) == (500, 5)
+    divider.seen("a", 2)
+    assert divider.divide(ROOM, RENEW_SECONDS / 5) == {"b": Grant(2, 500, 5)}
+
+
 def test_a_gateway_that_left_gives_back_at_once() -> None:
     divider = divider_of("a", "b")
     divider.divide(ROOM, 0.0)

@@ -43,7 +43,7 @@ from control_plane.fleet import fleet_metrics
 from control_plane.fleet.draining import WorkerDrain
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.model_catalog import REGISTRATION_SECONDS, ModelCatalog
+from control_plane.fleet.model_catalog import REGISTRATION_SECONDS, SETTLING_SECONDS, ModelCatalog
 from control_plane.fleet.registration import ControlPlaneService, take_relayed
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
@@ -127,6 +127,7 @@ class Gateway:
             max_gone_bytes=settings.tokenizer_cache_bytes,
             grain=settings.hash_grain,
             registration_seconds=REGISTRATION_SECONDS,
+            settling_seconds=SETTLING_SECONDS,
         )
         self.text_processes.zygote.keep(self.catalog.served_text_keys)
         self._encoder_clients = EncoderClients(self.registry, self.member, gateway_id, incarnation)

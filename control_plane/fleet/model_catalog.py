@@ -41,6 +41,9 @@ _MAX_BROKEN_SECONDS = 320.0
 """The same if the file itself cannot be used: it is fetched whole each time, and stays as it is."""
 REGISTRATION_SECONDS = 10.0
 """Workers that live call a gateway within a second of one another once it can be reached; one may be starting again."""
+SETTLING_SECONDS = 1.5
+"""So long a gateway that comes to a fleet at work holds requests back: workers and KV services call it within a second
+of one another, and then it reads which blocks they have. Sent at once, requests would not go to their blocks."""
 _MAX_GONE = 1024
 _DESCRIPTION_BYTES = 4096
 """Of a description without its files."""
@@ -84,11 +87,13 @@ class ModelCatalog:
         max_gone_bytes: int = DEFAULT_BYTES,
         grain: int = DEFAULT_GRAIN,
         registration_seconds: float = 0.0,
+        settling_seconds: float = 0.0,
     ) -> None:
         """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
 
         `loader` shows whether a model's tokenizer and template can be used, before any request needs them.
         `registration_seconds`: so long after the first worker with a model `get` waits for one that none has told of.
+        `settling_seconds`: so long after it `get` waits for any model, if that worker has been at work before.
         `max_gone_bytes`: what is kept of models that are not served any more. `grain`: tokens per hash of a prompt.
         """
         self._grain = grain
@@ -112,6 +117,11 @@ class ModelCatalog:
         self._registration_seconds = registration_seconds
         self._knows_all_at: float | None = None
         """By the clock: from then on all workers that live have registered. None: none with a model has."""
+        self._settling_seconds = settling_seconds
+        self._settled_at = 0.0
+        """By the clock: from then on the fleet's workers and blocks are known."""
+        self._loading: set[str] = set()
+        """Workers that came without a model, while none with one had come: they start together with this gateway."""
         self._change = asyncio.Event()
         """Set at the next change of a worker, and then replaced."""
         self._to_try_again: list[tuple[str, Variant]] = []
@@ -171,6 +181,8 @@ class ModelCatalog:
                     await self._change.wait()
 
     async def get(self, name: str) -> ModelDescription:
+        if (seconds := self._settled_at - self._clock()) > 0:
+            await asyncio.sleep(seconds)
         await self._wait_for(name)
         if (found := self._with_adapter(name)) is not None:
             known, adapter = found
@@ -384,11 +396,16 @@ class ModelCatalog:
         self._change.set()
         self._change = asyncio.Event()
         if not worker.info.card.model_id:
+            if self._knows_all_at is None:
+                self._loading.add(worker.worker_id)
             return
         known = _Known.of(worker, worker.info.card.context_length)
         if is_here:
             if self._knows_all_at is None:
                 self._knows_all_at = self._clock() + self._registration_seconds
+                if worker.worker_id not in self._loading:
+                    self._settled_at = self._clock() + self._settling_seconds
+                self._loading.clear()
             error = self._failures.last(known.files)
             if error is not None and (isinstance(error, TooLarge) or not isinstance(error, BrokenFile)):
                 self._failures.forget(known.files)  # this worker may have what the others did not give

@@ -135,6 +135,29 @@ async def test_a_gateway_that_has_just_started_waits_for_a_model_whose_workers_m
             await asked[1]
 
 
+@pytest.mark.parametrize("is_at_work", [True, False])
+async def test_a_gateway_that_comes_to_a_fleet_at_work_holds_requests_back_until_it_knows_the_fleet(
+    is_at_work: bool,
+) -> None:
+    """Else the first worker that calls gets every session, and what the others have of it is computed again."""
+    now, registry = 100.0, WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, lambda: now, settling_seconds=60.0)
+    async with serving() as (_, address):
+        if not is_at_work:  # it starts together with this gateway
+            register(registry, "first", address, model_id="", state=pb.WORKER_STATE_LOADING)
+        register(registry, "first", address)
+        await catalog.prefetch()
+        asked = asyncio.create_task(catalog.get("m"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asked.done() is not is_at_work
+        asked.cancel()
+        now += 61.0
+        assert (await catalog.get("m")).model_id == "m"
+        register(registry, "later", address)
+        assert (await catalog.get("m")).model_id == "m"
+
+
 async def test_a_name_that_no_worker_tells_of_in_time_is_refused() -> None:
     registry = WorkerRegistry(3.0, 5.0)
     catalog = ModelCatalog(registry, registration_seconds=0.05)

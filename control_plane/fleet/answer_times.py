@@ -8,14 +8,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
+
 _MAX_SAMPLES = 128
 _MIN_SAMPLES = 5
 """Fewer answers of peers say nothing."""
 _SHORTEST_PREDICTION_SECONDS = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerTime:
+class AnswerTime(msgspec.Struct, frozen=True, gc=False):
     """What one call showed."""
 
     incarnation: str

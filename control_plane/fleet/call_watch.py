@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from control_plane.fleet.registry import Worker
 
 HealthState = Literal["ok", "detached", "ejected", "probation"]
@@ -35,12 +37,19 @@ class Status:
     reason: str = ""
 
 
+class Past(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of one call."""
+
+    at: float
+    outcome: Outcome
+
+
 @dataclass(eq=False, slots=True)
 class Record:
     """What calls have shown of one incarnation."""
 
     worker: Worker
-    outcomes: deque[tuple[float, Outcome]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    outcomes: deque[Past] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     num_bad_in_a_row: int = 0
     num_good_in_a_row: int = 0
     last_good_at: float = -1.0
@@ -63,8 +72,8 @@ class Record:
         return self.last_good_at < 0 or self.last_bad_at >= self.last_good_at
 
     def share_bad(self, now: float) -> float:
-        latest = [kind for at, kind in self.outcomes if now - at <= KEPT_SECONDS]
-        return sum(kind != "ok" for kind in latest) / len(latest) if latest else 0.0
+        latest = [each.outcome for each in self.outcomes if now - each.at <= KEPT_SECONDS]
+        return sum(outcome != "ok" for outcome in latest) / len(latest) if latest else 0.0
 
 
 class CallWatch:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator
 
 from control_plane.fleet.answer_times import AnswerTimes, Usual, expected_seconds
-from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Record, Status
+from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Past, Record, Status
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.log import get_logger
@@ -222,7 +222,7 @@ class WorkerHealth:
             return  # it is gone
         if self._is_out(record) and sent_at <= record.ejected_at:
             return  # it was sent before: the worker pays for it already
-        record.outcomes.append((now, outcome))
+        record.outcomes.append(Past(now, outcome))
         if outcome == "ok":
             record.last_good_at = now
             record.num_bad_in_a_row, record.num_good_in_a_row = 0, record.num_good_in_a_row + 1
@@ -239,7 +239,7 @@ class WorkerHealth:
             self._eject(record, outcome, reason)
 
     def _is_sick(self, record: Record, now: float) -> bool:
-        num_latest = sum(now - at <= KEPT_SECONDS for at, _ in record.outcomes)
+        num_latest = sum(now - each.at <= KEPT_SECONDS for each in record.outcomes)
         return record.num_bad_in_a_row >= IN_A_ROW or (num_latest >= _NUM_FOR_SHARE and record.share_bad(now) >= 0.5)
 
     def _may_eject_slow(self, record: Record) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -28,10 +29,15 @@ class _Row:
         self.addresses = address(self.ms_per_byte, np.float64), address(self.fixed_ms, np.float64)
         """Of these two arrays, which are changed and not made anew."""
         self.until = 0.0
+        """When it is refreshed next, monotonic seconds; inf: once a pair has changed."""
 
     def refresh(self, now: float) -> None:
-        """Let what was learnt return to what is assumed."""
+        """Let what was learnt return to what is assumed; of most hosts nothing was, and then nothing changes."""
         assumed_ms, _, learnt_ms, learnt_at = self.known
+        if learnt_at.max() == -math.inf:
+            self.fixed_ms[:] = assumed_ms
+            self.until = math.inf
+            return
         np.exp2((learnt_at - now) / HALF_LIFE_SECONDS, out=self.fixed_ms)
         self.fixed_ms *= learnt_ms - assumed_ms
         self.fixed_ms += assumed_ms

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
 
 _MAX_SESSIONS = 10_000
 
 
-@dataclass(frozen=True)
-class SessionRoute:
+class SessionRoute(msgspec.Struct, frozen=True, gc=False):
     """Incarnations; "" where there was no worker."""
 
     prefill: str

@@ -209,8 +209,8 @@ class Shortlist:
             return self._able(table, picked, among)
         match = query.match(table.key.index_space)
         wanted = table.rows([last, *_deepest(match.pools, table.row_of)])
-        for host in _deepest(match.hosts, table.on_host):
-            wanted.append(min(table.rows(table.on_host[host]), key=score.item))
+        for host in _deepest(match.hosts, table.rows_by_host):
+            wanted.append(min(table.rows_by_host[host], key=score.item))
         rows = dict.fromkeys([row for row in wanted if score.item(row) < math.inf])
         num_others = NUM_CANDIDATES
         if table.key.role == pb.WORKER_ROLE_DECODE:

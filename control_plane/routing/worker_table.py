@@ -123,6 +123,8 @@ class WorkerTable:
         """Of the rows in use; each [rows]."""
         self.rows_on: list[list[int]] = []
         """By the number of a host."""
+        self.rows_by_host: dict[str, list[int]] = {}
+        """The same lists."""
         self._memory: Memory | None = None
         self.host_numbers = np.zeros(0, np.intp)
         """Of the workers' hosts, places in `hosts`; [rows]."""
@@ -190,6 +192,7 @@ class WorkerTable:
         number_of = {host: number for number, host in enumerate(self.hosts.ids)}
         self.host_numbers = np.array([number_of[self._hosts[each]] for each in self.incarnations], np.intp)
         self.rows_on = [self.rows(self.on_host[host]) for host in self.hosts.ids]
+        self.rows_by_host = dict(zip(self.hosts.ids, self.rows_on, strict=True))
         if self.pairs is not None and self.pairs.hosts != self.hosts.ids:
             self.pairs = None
 

@@ -94,10 +94,11 @@ class WorkerLink:
 
         `on_break` is called when the stream has ended, with the number of calls that fail with it; `on_attached` when
         the worker has answered on a new one; `on_grant` with each grant, after the refusal that carries it. `attached`
-        has the worker's incarnation while it is attached.
+        is shared by the links of a gateway.
         """
         self.worker = worker
         self.attached = set[str]() if attached is None else attached
+        """Has the worker's incarnation while it has answered the hello of the stream that is open now."""
         self._on_break = on_break
         self._on_attached = on_attached
         self._on_grant = on_grant

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from control_plane.fleet import worker_links
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool, WorkerLink
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.channel import open_worker_channel
@@ -333,3 +333,25 @@ async def test_a_link_has_the_card_that_its_worker_registers_once_its_model_is_l
     finally:
         await links.close()
         await worker.kill()
+
+
+async def test_the_end_of_an_old_stream_does_not_detach_a_worker_that_has_moved() -> None:
+    registry, worker = WorkerRegistry(3.0, 5.0), await ScriptedWorker("d").start()
+    links, attached = LinkPool(registry, "gateway", "gateway-life"), asyncio.Queue[Worker]()
+    links.listen_to_attached(attached.put_nowait)
+    try:
+        async with asyncio.timeout(10):
+            worker.register(registry)
+            link = links.get(await attached.get())
+            assert links.attached == {worker.incarnation}
+            moved = worker.info()
+            moved.host_id = "another"
+            registry.register(moved, worker.load(), 1)
+            assert not links.attached, "the new stream is not open yet"
+            assert links.get(await attached.get()) is not link
+            await link.close()
+            assert links.attached == {worker.incarnation}
+    finally:
+        await links.close()
+        await worker.kill()
+    assert not links.attached

@@ -84,11 +84,13 @@ async def test_a_gateway_that_uses_grants_is_granted_room_and_hears_of_what_wait
         assert (await old.read()).hello.uses_grants
         await other.write(attached)
         assert (await other.read()).HasField("hello")
+        lower = (await one.read()).grant
+        assert (lower.number, lower.num_requests) == (2, 2), "its part, as soon as another one attaches"
         await command(
             other, demand=pb.Demand(waiting=pb.WaitingRequests(num_tokens=30, num_requests=3, first_tokens=9))
         )
         lower = (await one.read()).grant
-        assert (lower.number, lower.num_requests) == (2, 1)
+        assert (lower.number, lower.num_requests) == (3, 1), "the other one waits"
         await command(one, demand=pb.Demand(grant_number=lower.number))
         grant = (await other.read()).grant
         while grant.num_requests < 3:

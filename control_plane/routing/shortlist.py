@@ -238,10 +238,11 @@ class Shortlist:
     def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
         """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
         of_rows = table.workers
-        workers = [of_rows[row] for row in rows]
         if table.key.role == pb.WORKER_ROLE_PREFILL:
-            addresses = self._registry.kv_addresses()
-            workers = [worker for worker in workers if worker.figures.kv_address in addresses]
+            is_reached = table.reached(self._registry.kv_addresses())
+            workers = [of_rows[row] for row in rows if is_reached[row]]
+        else:
+            workers = [of_rows[row] for row in rows]
         return self._health.well(workers) if among is None else workers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -141,6 +141,8 @@ class WorkerTable:
         """What is typical, and RATE with that."""
         self._has_all_rates: bool | None = None
         """Whether all are known. All five: None after a change."""
+        self._reached: tuple[Set[str], list[bool]] | None = None
+        """What `reached` was asked with, and its answer; None after a change."""
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -158,6 +160,8 @@ class WorkerTable:
             self._hosts[worker.incarnation] = worker.info.host_id
             self.on_host.setdefault(worker.info.host_id, {})[worker.incarnation] = None
             self._resized()
+        elif self.workers[row].figures.kv_address != worker.figures.kv_address:
+            self._reached = None
         self.workers[row] = worker
         was = self._values[:, row].tolist()
         self._values[:, row] = values
@@ -187,7 +191,7 @@ class WorkerTable:
         """A worker has come or gone, which is seldom: hashes and numbers of hosts are made anew."""
         self.columns = [*self._values[:, : len(self)]]
         self._pool_weights = self._least_largest = self._steps = None
-        self._rates = self._has_all_rates = self._memory = None
+        self._rates = self._has_all_rates = self._memory = self._reached = None
         self.hosts = _hosts_of(tuple(sorted(self.on_host)))
         number_of = {host: number for number, host in enumerate(self.hosts.ids)}
         self.host_numbers = np.array([number_of[self._hosts[each]] for each in self.incarnations], np.intp)
@@ -249,6 +253,12 @@ class WorkerTable:
     def set_rate(self, row: int, rate: float) -> None:
         self.columns[RATE][row] = rate
         self._rates = self._has_all_rates = None
+
+    def reached(self, addresses: Set[str]) -> list[bool]:
+        """Return by row whether the worker's KV service is one of these, which are another set once they change."""
+        if self._reached is None or self._reached[0] is not addresses:
+            self._reached = addresses, [worker.figures.kv_address in addresses for worker in self.workers]
+        return self._reached[1]
 
     def rows(self, incarnations: Collection[str]) -> list[int]:
         """Return the rows of those workers that are in this table."""

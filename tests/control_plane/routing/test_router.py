@@ -12,6 +12,7 @@ from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router
 from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from tests.control_plane.routing.first_choice import FirstChoice
@@ -162,6 +163,30 @@ def test_decode_computes_the_prompt_where_no_cache_could_be_passed(why: str) -> 
     route = harness.router.choose(RoutingRequest("m", 10, 10))
     assert route.prefill is None
     assert route.reason == "no KV service: decode computes the prompt"
+
+
+def test_a_kv_service_that_comes_or_goes_and_a_worker_that_leaves_it_count_at_once() -> None:
+    harness = Harness()
+    harness.add("p", PREFILL)
+    harness.add("d")
+
+    def is_handed_over() -> bool:
+        return harness.router.choose(RoutingRequest("m", 10, 10)).prefill is not None
+
+    def beat(kv_address: str) -> None:
+        load = pb.LoadReport(state=READY)
+        beat = cp.HeartbeatRequest(worker_id="p", incarnation="p-1", load=load, kv_address=kv_address)
+        assert harness.registry.heartbeat(beat)
+
+    assert not is_handed_over()
+    harness.add_kv()
+    assert is_handed_over()
+    beat("")
+    assert not is_handed_over()
+    beat(KV_ADDRESS)
+    assert is_handed_over()
+    harness.registry.deregister("kv", "kv-1")
+    assert not is_handed_over()
 
 
 def test_a_session_returns_to_its_workers_unless_they_are_much_busier() -> None:

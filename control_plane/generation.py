@@ -12,7 +12,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, get_args, overload
+from typing import Any, Literal, Protocol, get_args, overload
 
 import msgspec
 
@@ -296,7 +296,7 @@ class Usage:
         )
 
 
-class TokenDelta(NamedTuple):  # cheaper to make than a frozen dataclass: there is one for every token
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):  # cheap to make: there is one for every token
     """New tokens of one choice. `finish_reason` comes with the last tokens of that choice."""
 
     choice_index: int

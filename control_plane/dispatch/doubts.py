@@ -45,12 +45,15 @@ class Doubts:
         self._said_by: dict[int, set[str]] = {}
         self._watches: list[tuple[int, bool, CallWatch]] = []
 
-    def heard(self, call: WorkerCall, error: TandemError, *, is_refusal: bool) -> None:
+    def heard(self, call: WorkerCall, error: TandemError, *, is_refusal: bool, is_past_deadline: bool = False) -> None:
         """Take in how a worker ended a call; mark a final error that is not believed.
 
         The gateway ends a request at its deadline itself: a worker that says so before has a wrong clock, and so
         has a second one. A worker that says that the request was cancelled was not told so by this gateway.
+        `is_past_deadline`: by this gateway's clock. Then a worker that says so is right, and nobody else is asked.
         """
+        if is_past_deadline and isinstance(error, DeadlineExceeded):
+            return
         if not isinstance(error, (*FINAL, FingerprintMismatch)):
             if call.watch is not None and not isinstance(error, Overloaded):
                 call.watch.failed(f"it answered {type(error).__name__}")

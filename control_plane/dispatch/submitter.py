@@ -202,7 +202,8 @@ class PrefillSink:
 
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)
-        self._state.doubts.heard(self._call, error, is_refusal=is_refusal)
+        is_past_deadline = self._state.seconds_left <= 0
+        self._state.doubts.heard(self._call, error, is_refusal=is_refusal, is_past_deadline=is_past_deadline)
         self._state.prefill_ended()
         if not is_refusal:
             self._state.call_failed(self._call, error)
@@ -235,7 +236,8 @@ class DecodeSink:
 
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)
-        self._state.doubts.heard(self._call, error, is_refusal=is_refusal)
+        is_past_deadline = self._state.seconds_left <= 0
+        self._state.doubts.heard(self._call, error, is_refusal=is_refusal, is_past_deadline=is_past_deadline)
         self._call.close(cancel=False)
         if not is_refusal:
             self._state.call_failed(self._call, error)

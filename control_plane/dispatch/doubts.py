@@ -45,7 +45,7 @@ class Doubts:
         self._said_by: dict[int, set[str]] = {}
         self._watches: list[tuple[int, bool, CallWatch]] = []
 
-    def heard(self, call: WorkerCall, error: TandemError, *, is_refusal: bool, is_past_deadline: bool = False) -> None:
+    def heard(self, call: WorkerCall, error: TandemError, *, is_refusal: bool, is_past_deadline: bool) -> None:
         """Take in how a worker ended a call; mark a final error that is not believed.
 
         The gateway ends a request at its deadline itself: a worker that says so before has a wrong clock, and so

@@ -224,9 +224,7 @@ class Router:
         The costs of one request are those of a few workers, however many there are.
         """
         request = query.request
-        ordered = sorted(
-            [(each.queue_ms + each.load_ms + each.compute_ms, each.worker.worker_id, each) for each in remote]
-        )
+        ordered = sorted([(each.total_ms, each.worker.worker_id, each) for each in remote])
         prefill = self._best_prefill(ordered, query) if request.hand_over != "never" else None
         hand_over = self._hand_over(request, prefill, could_hold_choices(group.decodes, request))
         ways = None

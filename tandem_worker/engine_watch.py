@@ -95,8 +95,8 @@ class EngineWatch:
         silence = now - self._heard_at
         if self._asked_at is None:
             if silence >= (_ASK_SECONDS if self._is_busy() else _ASK_IDLE_SECONDS):
+                self._processor_seen = self._processor_seconds(self._engine.pid)  # without descriptors this fails
                 self._asked_at = self._computed_at = now
-                self._processor_seen = self._processor_seconds(self._engine.pid)
                 self._engine.send(messages.Ping())
             return
         self._look_whether_it_computes(now)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
+
+import pytest
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
@@ -55,6 +58,23 @@ def test_an_engine_that_neither_answers_nor_computes_is_silent_until_it_answers(
     assert world.said[1:] == [("answers", 60.0)] and not world.watch.is_silent
     world.run_to(71.0)
     assert world.said[2:] == [("silent", 11.0)]
+
+
+def test_an_engine_is_asked_later_if_its_processor_time_cannot_be_read() -> None:
+    world, missing = World(), OSError(errno.EMFILE, "Too many open files")
+
+    def without_descriptors() -> float:
+        raise missing
+
+    world.processor_seconds = without_descriptors
+    with pytest.raises(OSError, match="Too many open files"):
+        world.run_to(1.0)
+    world.processor_seconds = lambda: 0.0
+    world.run_to(1.5)
+    assert world.engine.sent == [Ping()], "else nobody would wait for an answer to what was never asked"
+    world.hear()
+    world.run_to(2.0)
+    assert world.said == [] and not world.watch.is_silent
 
 
 def test_an_engine_that_answers_is_asked_seldom_when_idle() -> None:

@@ -1,6 +1,6 @@
 """Finds the compiled library of routing: the one that a platform wheel brings, or one that this machine compiles.
 
-Without either, numpy does the same, and a decision takes 1.6 times as long.
+Without either, Python and numpy do the same, and a decision takes 2.8 times as long.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile
 from control_plane.block_chain import BlockHashes
 from control_plane.compiled_routing import load_routing
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
@@ -97,7 +98,7 @@ class Fleet:
             self._add_kv_service(number)
         for number in range(size.num_workers):
             self._add_worker(number)
-        self.router.health.ask_links({each.incarnation for each in self._registry.workers()})
+        self.router.health.ask_links(Attached(each.incarnation for each in self._registry.workers()))
         self._known = self._fill()
         self._in_flight: deque[list[tuple[InFlightEntry, CallWatch]]] = deque()
 

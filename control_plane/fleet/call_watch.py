@@ -26,6 +26,9 @@ class Judge(Protocol):
 
     def answered(self, watch: CallWatch) -> None: ...
 
+    def oldest_changed(self, record: Record) -> None:
+        """Another call is the oldest that waits, or that one has begun."""
+
     def failed(self, watch: CallWatch, reason: str, cause: Cause, *, is_certain: bool) -> None: ...
 
 
@@ -66,6 +69,10 @@ class Record:
     reinstated_at: float = -1.0
     has_trial: bool = False
 
+    def oldest(self) -> CallWatch | None:
+        """Return the call that waits the longest."""
+        return next(iter(self.waiting), None)
+
     @property
     def is_doubtful(self) -> bool:
         """Whether it has not answered yet, or not since its last bad outcome."""
@@ -104,6 +111,8 @@ class CallWatch:
         """What the call waited for is there."""
         if self.began_at is None:
             self.predicted_seconds, self.began_at = predicted_seconds, self._health.now()
+            if self.record.oldest() is self:
+                self._health.oldest_changed(self.record)
 
     def accepted(self) -> None:
         if self.accepted_at is None:
@@ -124,4 +133,8 @@ class CallWatch:
     def closed(self) -> None:
         """Nobody waits for the call any more. It says nothing of the worker unless it was over before."""
         self.is_over = True
-        self.record.waiting.pop(self, None)
+        record = self.record
+        is_oldest = record.oldest() is self
+        record.waiting.pop(self, None)
+        if is_oldest:
+            self._health.oldest_changed(record)

@@ -19,11 +19,13 @@ used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from control_plane.fleet.answer_times import AnswerTimes, Usual, expected_seconds
+from control_plane.fleet.attached import Attached, Everyone
 from control_plane.fleet.call_watch import KEPT_SECONDS, CallWatch, Cause, Outcome, Past, Record, Status
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
@@ -67,7 +69,8 @@ class WorkerHealth:
         self._times: dict[tuple[str, int], AnswerTimes] = {}
         self._out: set[str] = set()
         """Incarnations that are ejected or on probation."""
-        self._attached: Container[str] = _Everyone()
+        self.attached: Attached = Everyone()
+        self._listeners: list[Callable[[str], None]] = []
         self.num_ejections: Counter[tuple[int, Cause]] = Counter()
         """Since the start, by role and cause."""
         registry.listen(self._changed)
@@ -79,9 +82,13 @@ class WorkerHealth:
         """Leave a time out of all that calls have waited: this process was stopped or starved."""
         self._stood_still += seconds
 
-    def ask_links(self, attached: Container[str]) -> None:
+    def ask_links(self, attached: Attached) -> None:
         """Take from the links which incarnations' streams are open; until then all count as attached."""
-        self._attached = attached
+        self.attached = attached
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with an incarnation whose `oldest_begun` may be another."""
+        self._listeners.append(listener)
 
     # --------------------------------------------------------------------------------------------- for the router
 
@@ -92,7 +99,7 @@ class WorkerHealth:
 
     def usable(self, workers: list[Worker]) -> list[Worker]:
         """Return those of a model's workers of one role that new requests may go to."""
-        attached = [worker for worker in workers if worker.incarnation in self._attached]
+        attached = [worker for worker in workers if worker.incarnation in self.attached]
         if not attached:
             return attached
         well = [worker for worker in attached if worker.incarnation not in self._out]
@@ -102,8 +109,20 @@ class WorkerHealth:
 
     def well(self, workers: list[Worker]) -> list[Worker]:
         """Return those that nothing speaks against, of some of a model's workers of one role; there may be none."""
-        attached, out = self._attached, self._out
+        attached, out = self.attached, self._out
         return self._in_time([each for each in workers if each.incarnation in attached and each.incarnation not in out])
+
+    def usual_ratio(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
+        """Return how many times the predicted seconds first tokens of these workers take; None: too few have come."""
+        return self._times_of(model_id, role).usual_ratio(self._out)
+
+    def oldest_begun(self, incarnation: str) -> tuple[float, float]:
+        """Return when the call that waits the longest has begun, and its predicted seconds; (inf, 0): none has."""
+        record = self._records.get(incarnation)
+        oldest = None if record is None else record.oldest()
+        if oldest is None or oldest.began_at is None or oldest.predicted_seconds is None:
+            return math.inf, 0.0
+        return oldest.began_at, oldest.predicted_seconds
 
     def _in_time(self, well: list[Worker]) -> list[Worker]:
         """Return the workers without an overdue call."""
@@ -116,7 +135,7 @@ class WorkerHealth:
             began_at, predicted_seconds = oldest.began_at, oldest.predicted_seconds
             if began_at is None or predicted_seconds is None or now - began_at < SLOW_SECONDS:
                 continue
-            if ratio is None and (ratio := self._times_of(worker).usual_ratio(self._out)) is None:
+            if ratio is None and (ratio := self._times_of_worker(worker).usual_ratio(self._out)) is None:
                 return well
             if _is_slow(now - began_at, expected_seconds(ratio, predicted_seconds)):
                 overdue.add(worker.incarnation)
@@ -134,7 +153,13 @@ class WorkerHealth:
         record = self._record(worker)
         watch = CallWatch(self, record, predicted_seconds, self.now())
         record.waiting[watch] = None
+        if len(record.waiting) == 1:
+            self.oldest_changed(record)
         return watch
+
+    def oldest_changed(self, record: Record) -> None:
+        for listener in self._listeners:
+            listener(record.worker.incarnation)
 
     def answered(self, watch: CallWatch) -> None:
         """The first token of a call has come; see `CallWatch.output`."""
@@ -147,7 +172,7 @@ class WorkerHealth:
         if began_at is None or watch.predicted_seconds is None:
             self._count(record, watch.sent_at, "ok")
             return
-        took, times = now - began_at, self._times_of(record.worker)
+        took, times = now - began_at, self._times_of_worker(record.worker)
         is_slow = self._is_slow_among_peers(record, times, accept_seconds, took, watch.predicted_seconds)
         if not self._is_out(record):
             times.add(record.worker.incarnation, watch.sent_at, accept_seconds, took, watch.predicted_seconds)
@@ -160,7 +185,7 @@ class WorkerHealth:
         if watch.has_failed:
             return
         watch.has_failed = True
-        if watch.record.worker.incarnation in self._attached:  # a broken stream counts once, not for each call
+        if watch.record.worker.incarnation in self.attached:  # a broken stream counts once, not for each call
             self._count(watch.record, watch.sent_at, cause, reason, is_certain=is_certain)
 
     def stream_broke(self, worker: Worker, num_calls: int) -> None:
@@ -179,7 +204,7 @@ class WorkerHealth:
             late = [watch for watch in record.waiting if now - watch.sent_at >= _floor_seconds(record)]
             if not late:  # nearly always
                 continue
-            times = self._times_of(record.worker)
+            times = self._times_of_worker(record.worker)
             usual = times.usual({record.worker.incarnation, *self._out})
             for watch in late:
                 waited = self._stalled_seconds(watch, times, usual, now)
@@ -298,11 +323,11 @@ class WorkerHealth:
     def is_due(self, record: Record) -> bool:
         """Return whether a worker is on probation, and can be reached."""
         incarnation = record.worker.incarnation
-        return self._is_out(record) and self.now() >= record.ejected_until and incarnation in self._attached
+        return self._is_out(record) and self.now() >= record.ejected_until and incarnation in self.attached
 
     def trial_seconds(self, watch: CallWatch) -> float:
         """Return how long a trial may take: 1 s where peers are fast, so that it ends within 10 s of being well."""
-        usual = self._times_of(watch.record.worker).usual({watch.record.worker.incarnation, *self._out})
+        usual = self._times_of_worker(watch.record.worker).usual({watch.record.worker.incarnation, *self._out})
         predicted = watch.predicted_seconds or 0.0
         late = _ALONE_TIMES * predicted if usual is None else _STALLED_TIMES * usual.late_seconds(predicted)
         return max(_TRUSTED_SECONDS, late)
@@ -313,7 +338,7 @@ class WorkerHealth:
         """Return how requests find a worker. Metrics ask for it in a thread of their own."""
         if worker.role not in (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE):
             return Status("ok")
-        if worker.incarnation not in self._attached:
+        if worker.incarnation not in self.attached:
             return Status("detached", "the gateway has no stream to it")
         record = self._records.get(worker.incarnation)
         if record is None or not self._is_out(record):
@@ -328,7 +353,7 @@ class WorkerHealth:
     def _has_other(self, record: Record) -> bool:
         peers = self._peers(record)
         return any(
-            each != record.worker.incarnation and each not in self._out and each in self._attached for each in peers
+            each != record.worker.incarnation and each not in self._out and each in self.attached for each in peers
         )
 
     def _peers(self, record: Record) -> set[str]:
@@ -344,8 +369,11 @@ class WorkerHealth:
         record.worker = worker
         return record
 
-    def _times_of(self, worker: Worker) -> AnswerTimes:
-        key = worker.figures.model_id, worker.role
+    def _times_of_worker(self, worker: Worker) -> AnswerTimes:
+        return self._times_of(worker.figures.model_id, worker.role)
+
+    def _times_of(self, model_id: str, role: pb.WorkerRole.ValueType) -> AnswerTimes:
+        key = model_id, role
         times = self._times.get(key)
         if times is None:
             times = self._times[key] = AnswerTimes()
@@ -358,17 +386,10 @@ class WorkerHealth:
             return
         self._records.pop(worker.incarnation, None)
         self._out.discard(worker.incarnation)
-        self._times_of(worker).forget(worker.incarnation)
+        self._times_of_worker(worker).forget(worker.incarnation)
         model_id, role = worker.info.card.model_id, worker.role
         if not any(each.role == role for each in self._registry.workers_of(model_id)):
             self._times.pop((model_id, role), None)
-
-
-class _Everyone:
-    """All incarnations."""
-
-    def __contains__(self, incarnation: object) -> bool:
-        return True
 
 
 def _is_slow(seconds: float, usual_seconds: float) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from control_plane.admission.attachment import Attachment, Grant
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2
@@ -88,7 +89,7 @@ class WorkerLink:
         on_attached: Callable[[Worker], None] = lambda worker: None,
         on_grant: Callable[[Worker, pb.Grant], None] = lambda worker, grant: None,
         clock: Callable[[], float] = time.monotonic,
-        attached: set[str] | None = None,
+        attached: Attached | None = None,
     ) -> None:
         """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
 
@@ -97,7 +98,7 @@ class WorkerLink:
         is shared by the links of a gateway.
         """
         self.worker = worker
-        self.attached = set[str]() if attached is None else attached
+        self.attached = Attached() if attached is None else attached
         """Has the worker's incarnation while it has answered the hello of the stream that is open now."""
         self._on_break = on_break
         self._on_attached = on_attached
@@ -326,7 +327,7 @@ class LinkPool:
         self._member = member
         self._gateway_incarnation = gateway_incarnation
         self._links: dict[str, WorkerLink] = {}
-        self.attached: set[str] = set()
+        self.attached = Attached()
         """Incarnations whose streams are open, and that have answered on them."""
         self._closing = TaskSet()
         self._turns = Turns()
@@ -412,7 +413,7 @@ class LinkPool:
             self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded
         elif link := self._links.pop(worker.incarnation, None):
             self.attached.discard(worker.incarnation)
-            link.attached = set()  # the end of this stream is not that of the next link's
+            link.attached = Attached()  # the end of this stream is not that of the next link's
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
             self._closing.spawn(link.retire() if is_draining else link.close())
 

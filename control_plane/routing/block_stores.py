@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import ASSUMED_LINK, Link, WorkerFigures
@@ -24,9 +24,10 @@ _OLD_WEIGHT = 0.8
 """Weight of earlier requests in a moving average."""
 _LEAST_MISSED = 0.01
 """Of what was expected in another host's store; less is none."""
+_NOT_MISSED = (0.0, 0.0)
 
 
-class _Store(NamedTuple):
+class Store(NamedTuple):
     """The block store of a host, as of its last report."""
 
     address: str
@@ -36,12 +37,25 @@ class _Store(NamedTuple):
     """To other stores, by their addresses."""
 
 
+class StoreListener(Protocol):
+    """What is told of changes."""
+
+    def store_changed(self, host_id: str) -> None:
+        """A host's store has come or gone, or its workers get another share of what it is said to have."""
+
+    def links_changed(self, host_id: str, addresses: Collection[str]) -> None:
+        """A host's store has other links to the stores at these addresses."""
+
+    def missed_changed(self, from_host: str, to_host: str) -> None:
+        """One host gets another share of what the other's store is said to have."""
+
+
 class BlockStores:
     """Follows the stores of all hosts. On the registry's event loop; `clock` gives monotonic seconds."""
 
     def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
-        self._stores: dict[str, _Store] = {}
+        self._stores: dict[str, Store] = {}
         """By host."""
         self._hit_rates: dict[str, float] = {}
         """By host: of what its store was said to have, the share that its workers got."""
@@ -50,10 +64,14 @@ class BlockStores:
 
         Monotonic seconds.
         """
+        self._listeners: list[StoreListener] = []
         registry.listen(self._changed)
         registry.listen_to_loads(self._reported)
         for worker in registry.workers(pb.WORKER_ROLE_KV):
             self._reported(worker)
+
+    def listen(self, listener: StoreListener) -> None:
+        self._listeners.append(listener)
 
     # ------------------------------------------------------------------------------------------------- predicting
 
@@ -69,8 +87,13 @@ class BlockStores:
         """Return what workers find of a prompt of so many tokens; None: nothing is cached. A block has `grain`."""
         return PromptCaches(self, match, grain, num_tokens) if match.pools or match.hosts else None
 
-    def store(self, host_id: str) -> _Store | None:
+    def store(self, host_id: str) -> Store | None:
         return self._stores.get(host_id)
+
+    def link(self, address: str, to_host: str) -> Link:
+        """Return what fetches from the store at an address into a host's store take."""
+        store = self._stores.get(to_host)
+        return ASSUMED_LINK if store is None else store.links.get(address, ASSUMED_LINK)
 
     def hit_rate(self, host_id: str) -> float:
         """Return the share of what a host's store is said to have that its workers get."""
@@ -78,12 +101,15 @@ class BlockStores:
 
     def remote_hit_rate(self, from_host: str, to_host: str) -> float:
         """Return the share of what a host's store is said to have that another host gets; unlearnt by half a minute."""
-        learnt = self._missed.get((from_host, to_host)) if self._missed else None
-        if learnt is None:
+        missed, at = self.missed(from_host, to_host)
+        if not missed:
             return 1.0
-        missed, at = learnt
         still: float = 0.5 ** ((self._clock() - at) / HALF_LIFE_SECONDS)
         return 1.0 - still * missed
+
+    def missed(self, from_host: str, to_host: str) -> tuple[float, float]:
+        """Return the share that was not there, and when that was learnt."""
+        return self._missed.get((from_host, to_host), _NOT_MISSED) if self._missed else _NOT_MISSED
 
     # --------------------------------------------------------------------------------------------------- learning
 
@@ -91,6 +117,7 @@ class BlockStores:
         """Record how many of the tokens expected in a host's store were there."""
         if num_expected_tokens > 0:
             self._hit_rates[host_id] = _mixed(self.hit_rate(host_id), num_found / num_expected_tokens)
+            self._tell(host_id)
 
     def used_from_afar(self, from_host: str, to_host: str, num_expected_tokens: int, num_found: int) -> None:
         """Record how many of the tokens expected in another host's store came from there."""
@@ -101,7 +128,8 @@ class BlockStores:
             if missed > _LEAST_MISSED:
                 self._missed[key] = missed, self._clock()
                 if len(self._missed) > MAX_PAIRS:
-                    self._missed.popitem(last=False)
+                    self._tell_missed(self._missed.popitem(last=False)[0])
+            self._tell_missed(key)
 
     # -------------------------------------------------------------------------------------------------- following
 
@@ -110,16 +138,30 @@ class BlockStores:
         host_id = worker.info.host_id
         if not is_here and not any(other.info.host_id == host_id for other in self._registry.workers()):
             self._hit_rates.pop(host_id, None)
+            self._tell(host_id)
 
     def _reported(self, worker: Worker) -> None:
         if worker.role != pb.WORKER_ROLE_KV:
             return
         host_id = worker.info.host_id
-        store = self._registry.store_of(host_id)
+        store, before = self._registry.store_of(host_id), self._stores.get(host_id)
         if store is None:
             self._stores.pop(host_id, None)
         else:
-            self._stores[host_id] = _Store(store.info.address, store.worker_id, store.figures.links)
+            self._stores[host_id] = Store(store.info.address, store.worker_id, store.figures.links)
+        if before is None or store is None or before.address != store.info.address:
+            self._tell(host_id)
+        elif changed := _changed(before.links, store.figures.links):
+            for listener in self._listeners:
+                listener.links_changed(host_id, changed)
+
+    def _tell(self, host_id: str) -> None:
+        for listener in self._listeners:
+            listener.store_changed(host_id)
+
+    def _tell_missed(self, key: tuple[str, str]) -> None:
+        for listener in self._listeners:
+            listener.missed_changed(*key)
 
 
 class PromptCaches:
@@ -127,13 +169,15 @@ class PromptCaches:
 
     def __init__(self, stores: BlockStores, match: PrefixMatch, grain: int, num_tokens: int) -> None:
         self._stores, self._pools, self._hosts = stores, match.pools, match.hosts
-        self._grain, self._num_tokens = grain, num_tokens
-        self._from_host = from_host = max(match.hosts, key=match.hosts.__getitem__, default="")
+        self.grain, self._num_tokens = grain, num_tokens
+        self.from_host = from_host = max(match.hosts, key=match.hosts.__getitem__, default="")
+        """Whose store the others fetch from."""
         source = stores.store(from_host) if from_host else None
-        self._num_there = 0 if source is None else match.hosts[from_host]
-        self._address, self._source_id = ("", "") if source is None else source[:2]
+        self.num_there = 0 if source is None else match.hosts[from_host]
+        """Blocks in that store."""
+        self.address, self._source_id = ("", "") if source is None else source[:2]
         self._nothing = NOTHING_CACHED, max(1, num_tokens), 0.0
-        self._all_remote = self._cached(0, 0, self._num_there)
+        self._all_remote = self.cached(0, 0, grain * self.num_there)
         self._link: Link | None = None
         self._bytes_per_token = self._fetch_ms = 0.0
         """Of the last worker that had nothing of the prompt near: most have the same."""
@@ -143,43 +187,52 @@ class PromptCaches:
 
         `rate`: prompt tokens that the worker computes per second. What takes longer to fetch is computed.
         """
-        size, host_id, stores = self._grain, figures.host_id, self._stores
+        size, host_id, stores = self.grain, figures.host_id, self._stores
         own, host = self._pools.get(incarnation, 0), self._hosts.get(host_id, 0)
         if not own and not host:
             return self._from_afar(host_id, figures, rate)
         host = host - own if host > own else 0
-        remote = self._num_there - own - host
+        remote = self.num_there - own - host
         num_found = load_ms = 0.0
         if host:
             num_found = size * host * stores.hit_rate(host_id)
             load_ms = 1000.0 * num_found * figures.bytes_per_token / _MEMORY_BYTES_PER_SECOND
         if remote > 0 and (store := stores.store(host_id)) is not None:
-            num_fetched = size * remote * stores.remote_hit_rate(self._from_host, host_id)
-            fetch_ms = _fetch_ms(store.links.get(self._address, ASSUMED_LINK), size * remote, figures.bytes_per_token)
+            num_fetched = size * remote * stores.remote_hit_rate(self.from_host, host_id)
+            fetch_ms = _fetch_ms(store.links.get(self.address, ASSUMED_LINK), size * remote, figures.bytes_per_token)
             if fetch_ms < 1000.0 * num_fetched / rate:
-                cached = self._cached(own, host, remote)
                 num_found += num_fetched
+                cached = self.cached(size * own, size * host, size * remote)
                 return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms + fetch_ms
-        cached = CachedPrefix(size * own, size * host)
-        return cached, max(1, round(self._num_tokens - size * own - num_found)), load_ms
+        return (
+            self.cached(size * own, size * host, 0),
+            max(1, round(self._num_tokens - size * own - num_found)),
+            load_ms,
+        )
 
     def _from_afar(self, host_id: str, figures: WorkerFigures, rate: float) -> tuple[CachedPrefix, int, float]:
         """Return the same for a worker that has nothing of the prompt, as its host."""
-        if not self._num_there or (store := self._stores.store(host_id)) is None:
+        if not self.num_there or (store := self._stores.store(host_id)) is None:
             return self._nothing
-        link, num_tokens = store.links.get(self._address, ASSUMED_LINK), self._grain * self._num_there
+        link, num_tokens = store.links.get(self.address, ASSUMED_LINK), self.grain * self.num_there
         if link is not self._link or figures.bytes_per_token != self._bytes_per_token:
             self._link, self._bytes_per_token = link, figures.bytes_per_token
             self._fetch_ms = _fetch_ms(link, num_tokens, figures.bytes_per_token)
-        num_fetched = num_tokens * self._stores.remote_hit_rate(self._from_host, host_id)
+        num_fetched = num_tokens * self._stores.remote_hit_rate(self.from_host, host_id)
         if self._fetch_ms >= 1000.0 * num_fetched / rate:
             return self._nothing
         return self._all_remote, max(1, round(self._num_tokens - num_fetched)), self._fetch_ms
 
-    def _cached(self, own: int, host: int, remote: int) -> CachedPrefix:
-        """Return so many blocks as tokens, some of them of the source."""
-        size = self._grain
-        return CachedPrefix(size * own, size * host, size * remote, self._from_host, self._address, self._source_id)
+    def cached(self, own: int, host: int, remote: int) -> CachedPrefix:
+        """Return so many tokens, the last of them of the source."""
+        if not remote:
+            return CachedPrefix(own, host) if own or host else NOTHING_CACHED
+        return CachedPrefix(own, host, remote, self.from_host, self.address, self._source_id)
+
+
+def _changed(before: Mapping[str, Link], now: Mapping[str, Link]) -> Collection[str]:
+    """Return the addresses whose links are others."""
+    return [] if before == now else [each for each in {**before, **now} if before.get(each) != now.get(each)]
 
 
 def _fetch_ms(link: Link, num_tokens: int, bytes_per_token: float) -> float:

@@ -1,7 +1,7 @@
-"""Calls the compiled library of routing; the structures here mirror those in cpp/routing.cpp.
+"""Calls the compiled library of routing; the structures here mirror those in cpp/table.hpp, comparing.hpp, places.hpp.
 
-It scores a table, and finds a prompt's places, in one pass each. In numpy a decision takes some fifty calls for these,
-a microsecond each whatever the size.
+It finds a prompt's places, scores a table, and compares a table's candidates, in one pass each. In Python a decision
+takes twice as long: fifty numpy calls, a microsecond each whatever the size, and the objects of ten candidates.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ SOURCES = Sources(Path(__file__).parent / "cpp", "routing.cpp")
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Only platform wheels have this folder (`python -m infra.wheels`)."""
 MAX_PICKED = 8
+MAX_CANDIDATES = 16
+NUM_ESTIMATED, NUM_RANKED = 8, 7
+"""Numbers of a candidate, in `Compared`."""
 _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -42,7 +45,7 @@ class TableMemory(ctypes.Structure):
     _fields_ = (
         ("values", _POINTER),
         *((name, _INT) for name in ("capacity", "num_rows", "num_hosts")),
-        *((name, _POINTER) for name in ("host_numbers", "host_hashes", "worker_hashes")),
+        *((name, _POINTER) for name in ("host_numbers", "host_hashes", "worker_hashes", "name_ranks")),
         *((name, _POINTER) for name in ("score", "weights", "loads", "local_ms", "of_hosts")),
     )
 
@@ -102,6 +105,91 @@ class Asked(ctypes.Structure):
     )
 
 
+class Cached(ctypes.Structure):
+    """Where a prompt is cached, for the workers of a table."""
+
+    num_pools: int
+    num_hosts: int
+    pool_rows: int
+    pool_blocks: int
+    host_numbers: int
+    host_blocks: int
+    num_there: int
+    block_tokens: float
+    has_store: int
+    hit_rates: int
+    latency_ms: int
+    bytes_per_second: int
+    missed: int
+    missed_at: int
+
+    _fields_ = (
+        *((name, _INT) for name in ("num_pools", "num_hosts")),
+        *((name, _POINTER) for name in ("pool_rows", "pool_blocks", "host_numbers", "host_blocks")),
+        ("num_there", _INT),
+        ("block_tokens", _DOUBLE),
+        *((name, _POINTER) for name in ("has_store", "hit_rates")),
+        *((name, _POINTER) for name in ("latency_ms", "bytes_per_second", "missed", "missed_at")),
+    )
+
+
+_INTS, _DOUBLES = _INT * MAX_CANDIDATES, _DOUBLE * MAX_CANDIDATES
+
+
+class Compared(ctypes.Structure):
+    """The candidates of a table for a request, and how they compare; of workers of one role."""
+
+    cached: Cached
+    last: int
+    health_now: float
+    usual_ratio: float
+    seconds_of_peers: float
+    num_steps: float
+    hand_over: int
+    prefills: int | None
+    prefill: int
+    source_places: int
+    source_ms_per_byte: int
+    source_fixed_ms: int
+    source_until: int
+    free_bytes: int
+    window_bytes: int
+    lacks_sources: int
+    num_overdue: int
+    num_found: int
+    found: ctypes.Array[ctypes.c_double]
+    """[candidates, 8]: row; tokens of own, host, remote, to compute; milliseconds of queue, load, compute."""
+    order: ctypes.Array[ctypes.c_int64]
+    favoured: int
+    num_ties: int
+    is_near: int
+    ties: ctypes.Array[ctypes.c_int64]
+    ranked: ctypes.Array[ctypes.c_double]
+    """[candidates, 7]: is tight, cost, local ms, load, is handed over, number of the prefill worker, hand-over ms."""
+    all_wait: int
+    is_one_idle: int
+
+    _fields_ = (
+        ("cached", Cached),
+        ("last", _INT),
+        *((name, _DOUBLE) for name in ("health_now", "usual_ratio")),
+        *((name, _DOUBLE) for name in ("seconds_of_peers", "num_steps")),
+        ("hand_over", _INT),
+        ("prefills", _POINTER),
+        ("prefill", _INT),
+        *((f"source_{name}", _POINTER) for name in ("places", "ms_per_byte", "fixed_ms", "until")),
+        *((name, _POINTER) for name in ("free_bytes", "window_bytes")),
+        *((name, _INT) for name in ("lacks_sources", "num_overdue", "num_found")),
+        ("found", _DOUBLE * (MAX_CANDIDATES * NUM_ESTIMATED)),
+        *((name, _INTS) for name in ("hosts", "order")),
+        *((name, _INT) for name in ("favoured", "num_ties", "is_near")),
+        ("ties", _INTS),
+        *((name, _DOUBLES) for name in ("num_last_tokens", "overlap_ms")),
+        ("ranked", _DOUBLE * (MAX_CANDIDATES * NUM_RANKED)),
+        *((name, _INT) for name in ("all_wait", "is_one_idle")),
+    )
+
+
 class CompiledRouting:
     """The functions of the library. They are called with the interpreter's lock held: each takes some microseconds."""
 
@@ -112,6 +200,10 @@ class CompiledRouting:
         self.score_decodes = library.tandem_score_decodes
         for function in (self.score_prefills, self.score_decodes):
             function.argtypes, function.restype = (_POINTER, _POINTER), None
+        self.compare_prefills = library.tandem_compare_prefills
+        self.compare_decodes = library.tandem_compare_decodes
+        for function in (self.compare_prefills, self.compare_decodes):
+            function.argtypes, function.restype = (_POINTER, _POINTER, _POINTER), None
         self.find_places = library.tandem_find_places
         self.find_places.argtypes = (_POINTER, ctypes.c_char_p, _INT, ctypes.c_uint64)
         self.find_places.restype = _INT

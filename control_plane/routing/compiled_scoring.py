@@ -32,23 +32,43 @@ class CompiledScoring:
     """A `Scoring`; on one event loop."""
 
     def __init__(self, library: CompiledRouting, costs: CostModel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._library, self._costs, self._clock = library, costs, clock
+        self.library, self._costs, self._clock = library, costs, clock
         self._asked = Asked(tie=TIE)
-        self._address = ctypes.addressof(self._asked)
+        self.address = ctypes.addressof(self._asked)
+        """Of what is asked, and of the answer."""
 
     def prefills(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> Scored:
-        asked = self._asked
-        asked.now, asked.light_load, asked.same_load = self._clock(), 0.0, same_queue(request)
-        return self._scored(table, request, choice, self._library.score_prefills, needs_rates=True)
+        kept = self.ask_prefills(table, request, choice)
+        self.library.score_prefills(table.memory.address, self.address)
+        del kept
+        return self._scored(table)
 
     def decodes(self, table: WorkerTable, request: RoutingRequest, way: Way | None, choice: Choice) -> Scored:
-        asked = self._asked
-        asked.num_tokens = request.num_prompt_tokens + request.max_tokens
-        asked.answer_ms, asked.light_load, asked.same_load = answer_ms(table, request), LIGHT_LOAD, math.inf
-        asked.is_short, asked.hand_over = is_short(table), _NEVER
+        kept = self.ask_decodes(table, request, choice)
+        self._asked.hand_over = _NEVER
         if way is not None:
             self._ask_hand_over(way)
-        return self._scored(table, request, choice, self._library.score_decodes, needs_rates=not asked.is_short)
+        self.library.score_decodes(table.memory.address, self.address)
+        del kept
+        return self._scored(table)
+
+    def ask_prefills(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> object:
+        """Write what a request asks of prefill workers; returns what is to be kept until the answer is there."""
+        asked = self._asked
+        asked.now, asked.light_load, asked.same_load = self._clock(), 0.0, same_queue(request)
+        return self._ask(table, request, choice)
+
+    def ask_decodes(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> object:
+        """Write the same of decode workers, but for the hand-over."""
+        asked = self._asked
+        asked.now, asked.num_tokens = self._clock(), request.num_prompt_tokens + request.max_tokens
+        asked.answer_ms, asked.light_load, asked.same_load = answer_ms(table, request), LIGHT_LOAD, math.inf
+        asked.is_short = is_short(table)
+        return self._ask(table, request, choice)
+
+    def home(self) -> int | None:
+        """Return the row of the key's worker, by the last answer."""
+        return None if self._asked.home < 0 else self._asked.home
 
     def _ask_hand_over(self, way: Way) -> None:
         asked, pairs, shown = self._asked, way.pairs, way.shown
@@ -63,38 +83,23 @@ class CompiledScoring:
             asked.free_bytes, asked.window_bytes = pairs.arena_addresses
             asked.from_host = pairs.places.get(way.from_host, -1)
 
-    def _ask_without(self, choice: Choice) -> object:
-        """Return what keeps the rows until they are read."""
-        asked = self._asked
+    def _ask(self, table: WorkerTable, request: RoutingRequest, choice: Choice) -> object:
+        asked, key = self._asked, choice.key
+        asked.num_prompt_tokens = request.num_prompt_tokens
+        if not table.has_all_rates:
+            asked.typical_rate = typical_rate(table, self._costs)
+        asked.has_key = key is not None
+        if key is not None:
+            asked.key = key
+        asked.most_picked, asked.draw = num_picked(table), choice.draw
+        if not (choice.avoid or choice.out):
+            asked.num_avoid = asked.num_out = 0
+            return None
         avoid, out = np.array(choice.avoid, np.int64), np.array(choice.out, np.int64)
         asked.avoid, asked.num_avoid = address(avoid, np.int64), len(avoid)
         asked.out, asked.num_out = address(out, np.int64), len(out)
         return avoid, out
 
-    def _scored(
-        self,
-        table: WorkerTable,
-        request: RoutingRequest,
-        choice: Choice,
-        score: Callable[[int, int], None],
-        *,
-        needs_rates: bool,
-    ) -> Scored:
-        asked, key = self._asked, choice.key
-        memory = table.memory
-        asked.num_prompt_tokens = request.num_prompt_tokens
-        if needs_rates and not table.has_all_rates:
-            asked.typical_rate = typical_rate(table, self._costs)
-        asked.has_key = key is not None
-        if key is not None:
-            asked.key = key
-        kept = None
-        if choice.avoid or choice.out:
-            kept = self._ask_without(choice)
-        else:
-            asked.num_avoid = asked.num_out = 0
-        asked.most_picked, asked.draw = num_picked(table), choice.draw
-        score(memory.address, self._address)
-        del kept
-        home = asked.home
-        return Scored(memory.score, None if home < 0 else home, asked.picked[: asked.num_picked])
+    def _scored(self, table: WorkerTable) -> Scored:
+        asked = self._asked
+        return Scored(table.memory.score, self.home(), asked.picked[: asked.num_picked])

@@ -368,11 +368,22 @@ class CostModel:
         own = self._computed.get(worker.incarnation)
         if own is None:
             return None
-        of_peers = self._computed_by_peers.get(_peers(worker), own)  # its own if its card has changed since
-        if not of_peers.num_tokens:
+        seconds_of_peers = self.seconds_of_peers(*_peers(worker))
+        if seconds_of_peers is None:  # its card has changed since
+            seconds_of_peers = _seconds_of_tokens(own)
+        if not seconds_of_peers:
             return None
-        seconds_of_peers = _TOKENS_OF_PEERS * of_peers.seconds / of_peers.num_tokens
         return (own.num_tokens + _TOKENS_OF_PEERS) / (own.seconds + seconds_of_peers)
+
+    def seconds_of_peers(self, model_id: str, numerics_class: str, role: pb.WorkerRole.ValueType) -> float | None:
+        """Return what `_TOKENS_OF_PEERS` prompt tokens take these decode workers; 0: not known; None: they are new."""
+        of_peers = self._computed_by_peers.get((model_id, numerics_class, role))
+        return None if of_peers is None else _seconds_of_tokens(of_peers)
+
+    def computed_lately(self, worker: Worker) -> tuple[float, float]:
+        """Return the prompt tokens that a decode worker computed lately, and the seconds of that; (-1, 0): none yet."""
+        own = self._computed.get(worker.incarnation)
+        return (-1.0, 0.0) if own is None else own[:2]
 
     # ------------------------------------------------------------------------------------------------- learning
 
@@ -427,6 +438,10 @@ def _subtract(counter: Counter[str], incarnation: str, number: int) -> None:
     counter[incarnation] -= number
     if counter[incarnation] <= 0:
         del counter[incarnation]
+
+
+def _seconds_of_tokens(computed: _Computed) -> float:
+    return _TOKENS_OF_PEERS * computed.seconds / computed.num_tokens if computed.num_tokens else 0.0
 
 
 def _peers(worker: Worker) -> _Peers:

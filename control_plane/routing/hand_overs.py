@@ -22,6 +22,8 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import ASSUMED_LINK, Arena, Link, WorkerFigures
@@ -134,9 +136,14 @@ def num_late(num_bytes: float, shown: Shown, bytes_per_token: float, ms_per_byte
     return num_left if num_left > num_last else num_last
 
 
+def chunk_tokens(figures: WorkerFigures) -> int:
+    """Return the prompt tokens that a worker computes in a step."""
+    return figures.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+
+
 def shown(figures: WorkerFigures, num_tokens: int, num_computed: int, compute_ms: float) -> Shown:
     """Return what a prefill worker with these figures shows of a prompt; it computes `num_computed` of the tokens."""
-    chunk = figures.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+    chunk = chunk_tokens(figures)
     if num_computed <= chunk:
         return Shown(num_tokens, num_computed, 0.0)
     return Shown(num_tokens, chunk, compute_ms * (1 - chunk / num_computed))
@@ -240,9 +247,9 @@ class HandOvers:
         fixed_ms, ms_per_byte, learnt_ms, learnt_at = self.known(from_host, to_host)
         if learnt_at == -math.inf:
             return Pair(fixed_ms, ms_per_byte)
-        now = self._clock()
-        fixed_ms += 0.5 ** ((now - learnt_at) / HALF_LIFE_SECONDS) * (learnt_ms - fixed_ms)
-        return Pair(fixed_ms, ms_per_byte, now + REFRESH_SECONDS)
+        at = whole_second(self._clock())
+        fixed_ms += float(share_left(learnt_at, at)) * (learnt_ms - fixed_ms)
+        return Pair(fixed_ms, ms_per_byte, at + REFRESH_SECONDS)
 
     def known(self, from_host: str, to_host: str) -> Known:
         """Return what a pair is made of."""
@@ -354,6 +361,16 @@ class HandOvers:
         self._pairs.clear()
         self._strangers.clear()
         self._num_pairs = 0
+
+
+def whole_second(now: float) -> float:
+    """Return when what was learnt was refreshed last: at the same moments for whoever asks."""
+    return now - now % REFRESH_SECONDS
+
+
+def share_left(learnt_at: npt.ArrayLike, now: float) -> npt.NDArray[np.float64]:
+    """Return how much still counts of what was learnt at these moments; all of it of what is newer than `now`."""
+    return np.asarray(np.exp2(np.minimum(0.0, np.subtract(learnt_at, now)) / HALF_LIFE_SECONDS), np.float64)
 
 
 @lru_cache(maxsize=1 << 15)

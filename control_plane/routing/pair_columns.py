@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from control_plane.routing.compiled_library import address
-from control_plane.routing.hand_overs import HALF_LIFE_SECONDS, REFRESH_SECONDS, HandOvers, Shown
+from control_plane.routing.compiled_library import MAX_CANDIDATES, address
+from control_plane.routing.hand_overs import REFRESH_SECONDS, HandOvers, Shown, share_left, whole_second
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,10 +38,38 @@ class _Row:
             self.fixed_ms[:] = assumed_ms
             self.until = math.inf
             return
-        np.exp2((learnt_at - now) / HALF_LIFE_SECONDS, out=self.fixed_ms)
-        self.fixed_ms *= learnt_ms - assumed_ms
-        self.fixed_ms += assumed_ms
-        self.until = now + REFRESH_SECONDS
+        at = whole_second(now)
+        self.fixed_ms[:] = assumed_ms + share_left(learnt_at, at) * (learnt_ms - assumed_ms)
+        self.until = at + REFRESH_SECONDS
+
+
+class Sources:
+    """Where the compiled library finds what hand-overs from the hosts of a table of prefill workers take."""
+
+    def __init__(self, hosts: Sequence[str], places: Mapping[str, int]) -> None:
+        """`places`: of decode hosts."""
+        self.hosts = hosts
+        self.number_of = {host: number for number, host in enumerate(hosts)}
+        self.places = np.array([places.get(host, -1 - number) for host, number in self.number_of.items()], np.int64)
+        """Of decode hosts; a number below 0 for each host that is none."""
+        self.rows = np.zeros((2, len(hosts)), np.int64)
+        """Addresses of milliseconds per byte, and of fixed ones."""
+        self.until = np.full(len(hosts), -math.inf)
+        """When these are refreshed next; -inf: they are not made yet."""
+        self.addresses = (
+            address(self.places, np.int64),
+            *[address(each, np.int64) for each in self.rows],
+            address(self.until, np.float64),
+        )
+
+    def put(self, host: str, row: _Row) -> None:
+        if (number := self.number_of.get(host)) is not None:
+            self.rows[:, number] = row.addresses
+            self.until[number] = row.until
+
+    def forget(self, host: str) -> None:
+        if (number := self.number_of.get(host)) is not None:
+            self.until[number] = -math.inf
 
 
 class PairColumns:
@@ -57,6 +85,7 @@ class PairColumns:
         """The fields of `Known` of a prefill host of which nothing is known; [4, hosts]."""
         self._arenas = np.array([hand_overs.arena(host) for host in self.places], np.float64).T.copy("C")
         """Free bytes and those of a window; [2, hosts]."""
+        self._sources = Sources((), self.places)
         self.arena_addresses = address(self._arenas[0], np.float64), address(self._arenas[1], np.float64)
         self.least_free = float(self._arenas[0].min())
 
@@ -82,9 +111,11 @@ class PairColumns:
         if row is not None and place is not None:
             row.known[:, place] = self._hand_overs.known(from_host, to_host)
             row.until = 0.0
+            self._sources.forget(from_host)
 
     def host_changed(self, host_id: str) -> None:
         self._rows.pop(host_id, None)
+        self._sources.forget(host_id)
         if (place := self.places.get(host_id)) is not None:
             self._strangers[:, place] = self._hand_overs.of_strangers(host_id)
         for from_host in self._rows:
@@ -105,9 +136,18 @@ class PairColumns:
                 if (place := self.places.get(host)) is not None:
                     known[:, place] = self._hand_overs.known(from_host, host)
             row = self._rows[from_host] = _Row(known)
-            while len(self._rows) > max(1, _MAX_PAIRS // len(self.places)):
-                self._rows.popitem(last=False)
+            while len(self._rows) > max(MAX_CANDIDATES, _MAX_PAIRS // len(self.places)):
+                self._sources.forget(self._rows.popitem(last=False)[0])
         if now >= row.until:
             row.refresh(now)
             self._rows.move_to_end(from_host)
+            self._sources.put(from_host, row)
         return row
+
+    def sources(self, hosts: Sequence[str]) -> Sources:
+        """Return the sources of a table of prefill workers, whose hosts these are."""
+        if self._sources.hosts is not hosts:
+            self._sources = Sources(hosts, self.places)
+            for host, row in self._rows.items():
+                self._sources.put(host, row)
+        return self._sources

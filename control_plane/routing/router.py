@@ -15,6 +15,7 @@ from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import WorkerFigures
 from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, Comparison
+from control_plane.routing.compiled_comparing import CompiledComparing, Remote
 from control_plane.routing.compiled_library import CompiledRouting
 from control_plane.routing.compiled_scoring import CompiledScoring
 from control_plane.routing.cost_model import (
@@ -148,9 +149,12 @@ class Router:
         self.health = health or WorkerHealth(registry)
         self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
-        self._columns = WorkerColumns(registry, self.in_flight, self.costs)
+        self._columns = WorkerColumns(registry, self.in_flight, self.costs, self.health)
         scoring = CompiledScoring(compiled, self.costs, clock) if compiled else NumpyScoring(self.costs, clock)
         self._shortlist = Shortlist(registry, self.costs, self.health, scoring, self._rng, clock)
+        self._comparing = None
+        if isinstance(scoring, CompiledScoring):
+            self._comparing = CompiledComparing(scoring, self.costs, self.health, self._shortlist)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
         """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.
@@ -161,12 +165,32 @@ class Router:
         """
         query = Query(request, avoid, self.affinity.of(request.session_id) or _NO_ROUTE, self.costs)
         groups = self._columns.groups(request)
+        if self._comparing is not None and len(groups) == 1:
+            compiled = self._compiled_route(self._comparing, groups[0], query)
+            if compiled is not None:
+                return compiled
         for is_last_resort in (False, True):
             for wanted, query.numerics_class in preferences(groups, request):
                 routes = self._routes(wanted, query, is_last_resort=is_last_resort)
                 if routes:
                     return routes[0][1] if len(routes) == 1 else self._choose_group(routes, query)
         raise self._no_route_error(request, groups, avoid)
+
+    def _compiled_route(self, comparing: CompiledComparing, group: Group, query: Query) -> Route | None:
+        """Return the same as `_route_within` of a group with one table of each role; None: it has to be asked."""
+        request, prefills = query.request, group.prefills
+        if len(group.decodes) > 1 or len(prefills) > 1 or request.preferred_space or request.preferred_class:
+            return None
+        remote = comparing.prefills(prefills[0], query) if prefills else Remote()
+        if remote is None:
+            return None
+        number = self._best_of(remote, query) if request.hand_over != "never" else None
+        prefill = None if number is None else remote.estimates[number]
+        hand_over = self._hand_over(request, prefill, could_hold_choices(group.decodes, request))
+        found = comparing.decodes(group.decodes[0], query, remote, number, hand_over)
+        if found is None:
+            return None
+        return self._compared(group, query, remote.estimates, prefill, *found)
 
     def _routes(self, groups: Sequence[Group], query: Query, *, is_last_resort: bool) -> list[tuple[Group, Route]]:
         """Return the routes of the groups that have one. `is_last_resort`: through workers that are not well."""
@@ -235,7 +259,9 @@ class Router:
         for table in group.decodes:
             workers = self._shortlist.decodes(table, query, None if ways is None else prefill, hand_over, among)
             local += self.costs.estimates(workers, request, query.caches(table.key.index_space))
-        return self._compared(group, query, remote, prefill, ways, hand_over, local) if local else None
+        if not local:
+            return None
+        return self._compared(group, query, remote, prefill, *self._rank_decodes(local, request, ways, hand_over))
 
     def _compared(
         self,
@@ -243,12 +269,12 @@ class Router:
         query: Query,
         remote: Sequence[PrefillEstimate],
         prefill: PrefillEstimate | None,
-        ways: HandOverWays | None,
-        hand_over: HandOver,
-        local: Sequence[PrefillEstimate],
+        options: list[ComparedDecode],
+        num_ties: int,
     ) -> Route:
-        """Return the best of the routes with these estimates."""
-        ranked = self._with_affinity(self._rank_decodes(local, query.request, ways, hand_over), query)
+        """Return the best of the routes; of the decode workers that are about as good, one at random comes first."""
+        options.insert(0, options.pop(self._one_of(num_ties)))
+        ranked = self._with_affinity(options, query)
         first, decodes = ranked[0], tuple([option.estimate.worker for option in ranked])
         if first.prefill is not None:
             prefill = first.prefill
@@ -304,11 +330,11 @@ class Router:
         request: RoutingRequest,
         ways: HandOverWays | None,
         hand_over: HandOver,
-    ) -> list[ComparedDecode]:
+    ) -> tuple[list[ComparedDecode], int]:
         """Order workers by whether the prompt's blocks seem to fit, then by the predicted time of prompt and answer.
 
-        The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Of workers
-        that are about as good as the best, one at random comes first.
+        The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Return also
+        how many of the first are about as good.
         """
         measured = [ms for estimate in local if (ms := estimate.worker.figures.step_ms) is not None]
         step_ms = sum(measured) / len(measured) if measured else ASSUMED_STEP_MS
@@ -338,10 +364,7 @@ class Router:
         num_ties = 1
         while num_ties < len(options) and options[num_ties].cost <= (best.cost[0], limit):
             num_ties += 1
-        if num_ties > 1:
-            first = self._rng.choice(range(num_ties))
-            options.insert(0, options.pop(first))
-        return options
+        return options, num_ties
 
     def _with_affinity(self, options: list[ComparedDecode], query: Query) -> list[ComparedDecode]:
         """Put the session's last worker first, or that of the request's key, unless it is much busier than the best."""
@@ -384,7 +407,18 @@ class Router:
                 return estimate
         most_ms, most_wait_ms = TIE * least_ms, TIE * soonest.wait_ms + SAME_QUEUE * soonest.compute_ms
         ties = [each for total_ms, _, each in ordered if total_ms <= most_ms and each.wait_ms <= most_wait_ms]
-        return self._rng.choice(ties) if len(ties) > 1 else ties[0]
+        drawn, query.drawn_tie = query.drawn_tie, None
+        return ties[self._one_of(len(ties)) if drawn is None else min(drawn, len(ties) - 1)]
+
+    def _best_of(self, remote: Remote, query: Query) -> int | None:
+        """Return the same of those that the compiled library compared: its number."""
+        if remote.near is not None or not remote.ties:
+            return remote.near
+        query.drawn_tie = self._one_of(len(remote.ties))
+        return remote.ties[query.drawn_tie]
+
+    def _one_of(self, number: int) -> int:
+        return self._rng.choice(range(number)) if number > 1 else 0
 
     # --------------------------------------------------------------------------------------------- explaining a route
 

@@ -45,6 +45,7 @@ from control_plane.routing.worker_table import (
     WAITS,
     Bools,
     Floats,
+    TableKey,
     WorkerTable,
 )
 from tandem.v1 import types_pb2 as pb
@@ -70,6 +71,10 @@ class Query:
     """Only decode workers of this class; "": of any."""
     homes: set[str] = field(default_factory=set)
     """Workers that this request goes to at any gateway, unless others are much sooner: nobody has its beginning."""
+    choices: dict[tuple[TableKey, bool], Choice] = field(default_factory=dict)
+    """By table, and whether it is the last resort."""
+    drawn_tie: int | None = None
+    """Which of the best prefill workers the compiled library's comparison took; None: it made none."""
     _found: dict[bytes, tuple[PrefixMatch, PromptCaches | None]] = field(default_factory=dict)
     _keys: list[int | None] = field(default_factory=list)
 
@@ -111,7 +116,8 @@ class Shortlist:
 
     def prefills(self, table: WorkerTable, query: Query, among: Collection[str] | None = None) -> list[Worker]:
         """Return the prefill workers that may have the prompt soonest."""
-        scored = self._scoring.prefills(table, query.request, self._choice(table, query, query.last.prefill))
+        choice = self.choice(table, query, query.last.prefill, is_last_resort=among is not None)
+        scored = self._scoring.prefills(table, query.request, choice)
         return self._candidates(table, scored, query, query.last.prefill, among)
 
     def decodes(
@@ -131,7 +137,7 @@ class Shortlist:
         way = None
         if prefill is not None and not is_short(table):
             way = self._way(table, query.request, prefill, is_forced=hand_over == "always")
-        choice = self._choice(table, query, query.last.decode)
+        choice = self.choice(table, query, query.last.decode, is_last_resort=among is not None)
         scored = self._scoring.decodes(table, query.request, way, choice)
         found = self._candidates(table, scored, query, query.last.decode, among)
         return self._with_an_idle_one(table, scored.score, found) if among is None else found
@@ -156,11 +162,15 @@ class Shortlist:
 
     def _way(self, table: WorkerTable, request: RoutingRequest, prefill: PrefillEstimate, *, is_forced: bool) -> Way:
         """Return the hand-over from a prefill worker to the workers of a table."""
-        if table.pairs is None:
-            table.pairs = PairColumns(table.hosts.ids, self._costs.hand_overs, self._clock)
         shown, from_host = self._costs.shown(prefill, request.num_prompt_tokens), prefill.worker.figures.host_id
         bytes_per_token = table.workers[0].figures.bytes_per_token
-        return Way(table.pairs, shown, from_host, bytes_per_token, prefill.total_ms, is_forced)
+        return Way(self.pairs(table), shown, from_host, bytes_per_token, prefill.total_ms, is_forced)
+
+    def pairs(self, table: WorkerTable) -> PairColumns:
+        """Return what hand-overs to the hosts of a table take."""
+        if table.pairs is None:
+            table.pairs = PairColumns(table.hosts.ids, self._costs.hand_overs, self._clock)
+        return table.pairs
 
     def _free_speed(self, table: WorkerTable, out: Collection[str]) -> float:
         """Return prompt tokens per second; a queue of a second halves them."""
@@ -182,17 +192,27 @@ class Shortlist:
 
     # --------------------------------------------------------------------------------------------------- choosing
 
-    def _choice(self, table: WorkerTable, query: Query, last: str) -> Choice:
+    def choice(self, table: WorkerTable, query: Query, last: str, *, is_last_resort: bool = False) -> Choice:
         """Return which workers a request may go to. `last`: its session's last worker of the table's role, or "".
 
         The worker of its key is looked for unless the session has a worker here. Where workers of the table have half
         of the prompt or more, they win over the key's worker; with less (the beginning that all prompts have) the costs
-        decide.
+        decide. What is drawn for a request stays.
         """
-        key = None if last in table.row_of or query.key is None or _is_held(table, query) else query.key
-        out = self._health.out
-        avoid = table.rows(query.avoid) if query.avoid else []
-        return Choice(key, avoid, table.rows(out) if out else [], self._rng.random())
+        found = query.choices.get((table.key, is_last_resort))
+        if found is None:
+            key = None if last in table.row_of or query.key is None or _is_held(table, query) else query.key
+            out = table.rows(self._health.out) if self._health.out else []
+            avoid = table.rows(query.avoid) if query.avoid else []
+            if table.key.role == pb.WORKER_ROLE_PREFILL:  # others get a prompt's cache through its KV service
+                avoid = avoid + table.unreached(self._registry.kv_addresses())
+            if not is_last_resort:
+                avoid = avoid + out + table.detached(self._health.attached)
+            found = query.choices[table.key, is_last_resort] = Choice(key, avoid, out, self.drawn())
+        return found
+
+    def drawn(self) -> float:
+        return self._rng.random()
 
     def _candidates(
         self, table: WorkerTable, scored: Scored, query: Query, last: str, among: Collection[str] | None
@@ -204,7 +224,7 @@ class Shortlist:
             query.homes.add(last)
         if among is not None:
             score[[each not in among for each in table.incarnations]] = np.inf
-            picked = pick(score, num_picked(table), self._rng.random())
+            picked = pick(score, num_picked(table), self.drawn())
         if is_short(table):
             return self._able(table, picked, among)
         match = query.match(table.key.index_space)
@@ -223,7 +243,7 @@ class Shortlist:
             if not {*picked}.isdisjoint([table.row_of[each.incarnation] for each in able]):
                 break
             score[[*rows, *others]] = np.inf
-            picked, num_others = pick(score, number, self._rng.random()), number
+            picked, num_others = pick(score, number, self.drawn()), number
         return able[: len(rows) + NUM_CANDIDATES]
 
     def _with_an_idle_one(self, table: WorkerTable, score: Floats, found: list[Worker]) -> list[Worker]:
@@ -233,16 +253,11 @@ class Shortlist:
             if not waits.item(table.row_of[worker.incarnation]):
                 return found
         idle = np.where(waits > 0, np.inf, score)
-        return found + self._able(table, pick(idle, 1, self._rng.random()), None)
+        return found + self._able(table, pick(idle, 1, self.drawn()), None)
 
     def _able(self, table: WorkerTable, rows: Iterable[int], among: Collection[str] | None) -> list[Worker]:
-        """Return the workers that are well; of prefill, also with a KV service through which others get their cache."""
-        of_rows = table.workers
-        if table.key.role == pb.WORKER_ROLE_PREFILL:
-            is_reached = table.reached(self._registry.kv_addresses())
-            workers = [of_rows[row] for row in rows if is_reached[row]]
-        else:
-            workers = [of_rows[row] for row in rows]
+        """Return the workers of rows that are well."""
+        workers = [table.workers[row] for row in rows]
         return self._health.well(workers) if among is None else workers
 
 

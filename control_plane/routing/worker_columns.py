@@ -6,20 +6,27 @@ Registrations, load reports, measured rates and calls in flight change single ro
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.cost_model import SHARE_OF_OTHERS, CostModel, InFlight, RoutingRequest
 from control_plane.routing.groups import Group, index_space
+from control_plane.routing.hand_overs import chunk_tokens
 from control_plane.routing.pair_columns import PairColumns
+from control_plane.routing.store_columns import StoreColumns
 from control_plane.routing.worker_table import (
     ANSWER_RATE,
     ANSWERS,
+    BEGAN,
     DELAY,
+    FREE,
     HELD,
     MY_PROMPTS,
     MY_QUEUE,
+    PREDICTED,
     RATE,
     ROOM,
     TableKey,
@@ -27,15 +34,15 @@ from control_plane.routing.worker_table import (
 )
 from tandem.v1 import types_pb2 as pb
 
-_WITH_SENT = (MY_PROMPTS, MY_QUEUE, HELD, ANSWERS, DELAY, ROOM)
+_WITH_SENT = (MY_PROMPTS, MY_QUEUE, HELD, ANSWERS, DELAY, ROOM, FREE)
 _ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 
 
 class WorkerColumns:
-    """The tables by role and model. Listens to the registry, the calls in flight and the cost model."""
+    """The tables by role and model. Listens to registry, calls in flight, cost model and health."""
 
-    def __init__(self, registry: WorkerRegistry, in_flight: InFlight, costs: CostModel) -> None:
-        self._in_flight, self._costs = in_flight, costs
+    def __init__(self, registry: WorkerRegistry, in_flight: InFlight, costs: CostModel, health: WorkerHealth) -> None:
+        self._in_flight, self._costs, self._health = in_flight, costs, health
         self._tables: dict[tuple[pb.WorkerRole.ValueType, str], dict[TableKey, WorkerTable]] = {}
         self._table_of: dict[str, WorkerTable] = {}
         self._groups: dict[tuple[str, bytes], list[Group]] = {}
@@ -45,7 +52,9 @@ class WorkerColumns:
         in_flight.listen(self._sent)
         costs.listen(self._measured)
         costs.hand_overs.listen(self)
+        costs.stores.listen(self)
         costs.ask_means(self)
+        health.listen(self._waits)
         for worker in registry.workers():
             self._changed(worker, True)
 
@@ -124,9 +133,25 @@ class WorkerColumns:
         for pairs in self._pairs():
             pairs.host_changed(host_id)
 
+    def store_changed(self, host_id: str) -> None:
+        for stores in self._stores():
+            stores.store_changed(host_id)
+
+    def links_changed(self, host_id: str, addresses: Collection[str]) -> None:
+        for stores in self._stores():
+            stores.links_changed(host_id, addresses)
+
+    def missed_changed(self, from_host: str, to_host: str) -> None:
+        for stores in self._stores():
+            stores.missed_changed(from_host, to_host)
+
     def _pairs(self) -> list[PairColumns]:
         tables = [table for each in self._tables.values() for table in each.values()]
         return [table.pairs for table in tables if table.pairs is not None]
+
+    def _stores(self) -> list[StoreColumns]:
+        tables = [table for each in self._tables.values() for table in each.values()]
+        return [table.stores for table in tables if table.stores is not None]
 
     def _reported(self, worker: Worker) -> None:
         table = self._table_of.get(worker.incarnation)
@@ -137,7 +162,8 @@ class WorkerColumns:
         table = self._table_of.get(incarnation)
         if table is not None and table.key.role == pb.WORKER_ROLE_DECODE:  # prefill workers report theirs
             row = table.row_of[incarnation]
-            table.set_rate(row, self._costs.computed_rate(table.workers[row]) or 0.0)
+            worker = table.workers[row]
+            table.set_rate(row, self._costs.computed_rate(worker) or 0.0, *self._costs.computed_lately(worker))
 
     def _sent(self, incarnation: str) -> None:
         table = self._table_of.get(incarnation)
@@ -145,6 +171,12 @@ class WorkerColumns:
             row, columns = table.row_of[incarnation], table.columns
             for column, value in zip(_WITH_SENT, self._with_sent(table.workers[row]), strict=True):
                 columns[column][row] = value
+
+    def _waits(self, incarnation: str) -> None:
+        table = self._table_of.get(incarnation)
+        if table is not None:
+            row, columns = table.row_of[incarnation], table.columns
+            columns[BEGAN][row], columns[PREDICTED][row] = self._health.oldest_begun(incarnation)
 
     def _values(self, worker: Worker) -> tuple[float, ...]:
         """Return a row, in the order of the columns."""
@@ -161,6 +193,11 @@ class WorkerColumns:
             figures.num_waiting > 0 or not figures.has_free_blocks,
             figures.answer_rate or 0.0,
             *self._with_sent(worker),
+            *self._costs.computed_lately(worker),
+            bool(figures.kv_address),
+            chunk_tokens(figures),
+            figures.bytes_per_token,
+            *self._health.oldest_begun(worker.incarnation),
         )
 
     def _with_sent(self, worker: Worker) -> tuple[float, ...]:
@@ -170,11 +207,13 @@ class WorkerColumns:
         num_live = max(num_answers, figures.num_running + figures.num_waiting)
         is_full = figures.max_running is not None and num_live >= figures.max_running > 0
         num_prompt_tokens = flight.prefill_tokens.get(incarnation, 0)
+        num_free = figures.free_tokens + figures.num_tokens_in_flight - num_tokens
         return (
             num_prompt_tokens,
             1000 * num_prompt_tokens,
             max(num_tokens, figures.num_tokens_in_flight),
             num_live,
             1000 + 1000 * SHARE_OF_OTHERS * max(1, num_answers, figures.num_running),
-            -math.inf if is_full else figures.free_tokens + figures.num_tokens_in_flight - num_tokens,
+            -math.inf if is_full else num_free,
+            num_free,
         )

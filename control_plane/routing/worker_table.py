@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.registry import Worker
 from control_plane.routing.compiled_library import TableMemory, address
 from control_plane.routing.pair_columns import PairColumns
+from control_plane.routing.store_columns import StoreColumns
 from tandem.v1 import types_pb2 as pb
 
 Floats = npt.NDArray[np.float64]
@@ -35,7 +37,15 @@ Bools = npt.NDArray[np.bool_]
     ANSWERS,
     DELAY,
     ROOM,
-) = range(15)
+    FREE,
+    OWN_TOKENS,
+    OWN_SECONDS,
+    KV,
+    CHUNK,
+    BYTES,
+    BEGAN,
+    PREDICTED,
+) = range(23)
 """Columns, in units and meaning:
 
     RATE, ANSWER_RATE        prompt tokens and sampled tokens per second; 0: not known
@@ -54,8 +64,18 @@ What this gateway has sent counts in these. Each changes far less often than it 
     ANSWERS                  requests that run or wait: those reported, or those sent if they are more
     DELAY                    milliseconds that a prompt token between these answers costs at one token a second
     ROOM                     tokens of the pool that are left for prompts; -inf: there are as many requests as may run
+    FREE                     the same, however many requests there are
+
+What only the comparison of a few workers reads:
+
+    OWN_TOKENS, OWN_SECONDS  prompt tokens that a decode worker has computed lately, and in what time; -1: none yet
+    KV                       1 if the worker has a KV service
+    CHUNK                    prompt tokens that the worker computes in a step
+    BYTES                    of a token in its KV pool
+    BEGAN                    when the call that waits the longest began, seconds of the workers' health; inf: none has
+    PREDICTED                seconds that it was to take until its first token
 """
-NUM_COLUMNS = ROOM + 1
+NUM_COLUMNS = PREDICTED + 1
 
 
 class TableKey(NamedTuple):
@@ -93,7 +113,10 @@ class Memory:
     def __init__(self, table: WorkerTable, values: Floats) -> None:
         num_rows, host_hashes = len(table), table.hosts.hashes
         hashes = np.array([hash_of(worker.worker_id) for worker in table.workers], np.uint64)
-        self._kept = values, table.host_numbers, host_hashes, hashes
+        names = [worker.worker_id for worker in table.workers]
+        ranks = {name: rank for rank, name in enumerate(sorted(names))}
+        name_ranks = np.array([ranks[name] for name in names], np.int64)
+        self._kept = values, table.host_numbers, host_hashes, hashes, name_ranks
         self.score, self._weights, self._loads, self._local_ms = scratch = np.empty((4, num_rows))
         self._of_hosts = np.empty(len(table.hosts.ids))
         self._table = TableMemory(
@@ -104,6 +127,7 @@ class Memory:
             address(table.host_numbers, np.int64),
             address(host_hashes, np.uint64),
             address(hashes, np.uint64),
+            address(name_ranks, np.int64),
             *(address(each, np.float64) for each in (*scratch, self._of_hosts)),
         )
         self.address = ctypes.addressof(self._table)
@@ -129,8 +153,12 @@ class WorkerTable:
         self.host_numbers = np.zeros(0, np.intp)
         """Of the workers' hosts, places in `hosts`; [rows]."""
         self.hosts = _hosts_of(())
+        self.number_of: dict[str, int] = {}
+        """Of the hosts."""
         self.pairs: PairColumns | None = None
         """Of decode workers: what hand-overs to their hosts take, in the hosts' order; None: nobody has asked."""
+        self.stores: StoreColumns | None = None
+        """Of their hosts' block stores, in the hosts' order; None: nobody has asked."""
         self._values = np.zeros((NUM_COLUMNS, 16))
         self._hosts: dict[str, str] = {}
         self._pool_weights: Weights | None = None
@@ -141,8 +169,9 @@ class WorkerTable:
         """What is typical, and RATE with that."""
         self._has_all_rates: bool | None = None
         """Whether all are known. All five: None after a change."""
-        self._reached: tuple[Set[str], list[bool]] | None = None
-        """What `reached` was asked with, and its answer; None after a change."""
+        self._detached: tuple[Attached, int, list[int]] | None = None
+        self._unreached: tuple[Set[str], list[int]] | None = None
+        """What these two were asked with, and their answers; None after a change."""
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -161,7 +190,7 @@ class WorkerTable:
             self.on_host.setdefault(worker.info.host_id, {})[worker.incarnation] = None
             self._resized()
         elif self.workers[row].figures.kv_address != worker.figures.kv_address:
-            self._reached = None
+            self._unreached = None
         self.workers[row] = worker
         was = self._values[:, row].tolist()
         self._values[:, row] = values
@@ -191,14 +220,16 @@ class WorkerTable:
         """A worker has come or gone, which is seldom: hashes and numbers of hosts are made anew."""
         self.columns = [*self._values[:, : len(self)]]
         self._pool_weights = self._least_largest = self._steps = None
-        self._rates = self._has_all_rates = self._memory = self._reached = None
+        self._rates = self._has_all_rates = self._memory = self._detached = self._unreached = None
         self.hosts = _hosts_of(tuple(sorted(self.on_host)))
-        number_of = {host: number for number, host in enumerate(self.hosts.ids)}
-        self.host_numbers = np.array([number_of[self._hosts[each]] for each in self.incarnations], np.intp)
-        self.rows_on = [self.rows(self.on_host[host]) for host in self.hosts.ids]
+        self.number_of = {host: number for number, host in enumerate(self.hosts.ids)}
+        self.host_numbers = np.array([self.number_of[self._hosts[each]] for each in self.incarnations], np.intp)
+        self.rows_on = [sorted(self.rows(self.on_host[host])) for host in self.hosts.ids]
         self.rows_by_host = dict(zip(self.hosts.ids, self.rows_on, strict=True))
         if self.pairs is not None and self.pairs.hosts != self.hosts.ids:
             self.pairs = None
+        if self.stores is not None and self.stores.hosts != self.hosts.ids:
+            self.stores = None
 
     @property
     def memory(self) -> Memory:
@@ -250,15 +281,26 @@ class WorkerTable:
             self._rates = rate, np.where(rates > 0, rates, rate)
         return self._rates[1]
 
-    def set_rate(self, row: int, rate: float) -> None:
-        self.columns[RATE][row] = rate
+    def set_rate(self, row: int, rate: float, own_tokens: float, own_seconds: float) -> None:
+        columns = self.columns
+        columns[RATE][row], columns[OWN_TOKENS][row], columns[OWN_SECONDS][row] = rate, own_tokens, own_seconds
         self._rates = self._has_all_rates = None
 
-    def reached(self, addresses: Set[str]) -> list[bool]:
-        """Return by row whether the worker's KV service is one of these, which are another set once they change."""
-        if self._reached is None or self._reached[0] is not addresses:
-            self._reached = addresses, [worker.figures.kv_address in addresses for worker in self.workers]
-        return self._reached[1]
+    def detached(self, attached: Attached) -> list[int]:
+        """Return the rows of the workers to which this gateway has no stream."""
+        found = self._detached
+        if found is None or found[0] is not attached or found[1] != attached.version:
+            rows = [row for row, each in enumerate(self.incarnations) if each not in attached]
+            found = self._detached = attached, attached.version, rows
+        return found[2]
+
+    def unreached(self, addresses: Set[str]) -> list[int]:
+        """Return the rows whose KV service is none of these, which are another set once they change."""
+        found = self._unreached
+        if found is None or found[0] is not addresses:
+            rows = [row for row, each in enumerate(self.workers) if each.figures.kv_address not in addresses]
+            found = self._unreached = addresses, rows
+        return found[1]
 
     def rows(self, incarnations: Collection[str]) -> list[int]:
         """Return the rows of those workers that are in this table."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from opentelemetry.metrics import CallbackOptions
 
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.fleet_metrics import FORGET_SECONDS, FleetCounts, HealthCounts
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
@@ -80,7 +81,7 @@ def test_sick_workers_and_ejections_are_counted_and_no_worker_has_a_series() -> 
         world.register(name, pb.WORKER_ROLE_DECODE, "a", pb.WORKER_STATE_READY)
     world.register("k1", pb.WORKER_ROLE_KV, "", pb.WORKER_STATE_READY)
     health = WorkerHealth(world.registry, lambda: world.now)
-    health.ask_links({"d1", "d2"})
+    health.ask_links(Attached({"d1", "d2"}))
     sick = world.registry.get("d1")
     assert sick is not None
     for _ in range(3):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
@@ -22,7 +23,7 @@ class World:
         self.now = 0.0
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
         self.health = WorkerHealth(self.registry, lambda: self.now)
-        self.attached: set[str] = set()
+        self.attached = Attached()
         self.health.ask_links(self.attached)
         for name in names:
             self.join(name)
@@ -253,7 +254,7 @@ def test_a_broken_stream_counts_once_however_many_calls_it_had() -> None:
     world.health.stream_broke(world.worker("a"), len(calls))
     for watch in calls:
         watch.failed("the stream broke")
-    world.attached.update({"a-1", "b-1"})
+    world.attached |= {"a-1", "b-1"}
     assert world.status("a") == "ok"
     for _ in range(2):
         world.health.stream_broke(world.worker("a"), 1)

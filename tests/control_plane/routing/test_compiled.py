@@ -12,15 +12,20 @@ import structlog.testing
 
 from control_plane.block_chain import BlockHashes
 from control_plane.compiled_routing import load_routing
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.attached import Attached
+from control_plane.fleet.call_watch import CallWatch
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_health import WorkerHealth
+from control_plane.routing.compiled_comparing import CompiledComparing
 from control_plane.routing.compiled_library import CompiledRouting, file_name
 from control_plane.routing.cost_model import HandOver, InFlightEntry, RoutingRequest
-from control_plane.routing.groups import index_space
+from control_plane.routing.groups import Group, index_space
+from control_plane.routing.hand_overs import Shown
 from control_plane.routing.router import Route, Router
 from control_plane.routing.sample_points import PlaceChanges, SamplePointIndex, num_sample_points, sample_positions
 from control_plane.routing.scoring import Choice, NumpyScoring, Scored, Scoring, Way
 from control_plane.routing.session_affinity import SessionRoute
+from control_plane.routing.shortlist import Query
 from control_plane.routing.worker_table import WorkerTable
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
@@ -53,6 +58,17 @@ def _same(found: Scored, wanted: Scored) -> Scored:
     return found
 
 
+class CountingRouter(Router):
+    """Counts the routes that the library compared the workers of."""
+
+    num_compared = 0
+
+    def _compiled_route(self, comparing: CompiledComparing, group: Group, query: Query) -> Route | None:
+        route = super()._compiled_route(comparing, group, query)
+        self.num_compared += route is not None
+        return route
+
+
 class Fleet:
     """A fleet in which all that a decision depends on changes all the time; equal for equal seeds."""
 
@@ -61,7 +77,7 @@ class Fleet:
         self.registry = WorkerRegistry(1e9, 1e9, lambda: self.now)
         index = SamplePointIndex(10_000, lambda: self.now, compiled)
         health = WorkerHealth(self.registry, lambda: self.now)
-        self.router = Router(
+        self.router = CountingRouter(
             self.registry,
             prefixes=index,
             rng=random.Random(seed),
@@ -74,6 +90,9 @@ class Fleet:
             shortlist._scoring = Both(NumpyScoring(costs, lambda: self.now), shortlist._scoring)
         self.prompts = [BlockHashes(self.rng.randbytes(16 * self.rng.randrange(1, 200))) for _ in range(8)]
         self.entries: list[InFlightEntry] = []
+        self.watches: list[CallWatch] = []
+        self.attached = Attached()
+        health.ask_links(self.attached)
         self.share_of_arenas = self.rng.choice((0.5, 1.0))
         self.num_hosts, self.num_workers = self.rng.randrange(1, 20), 0
         for host in range(self.num_hosts):
@@ -83,12 +102,20 @@ class Fleet:
 
     def kv_service(self, host: int) -> None:
         info = pb.WorkerInfo(worker_id=f"kv{host}", incarnation=f"kv{host}", role=pb.WORKER_ROLE_KV)
-        info.host_id = info.address = f"h{host}"
-        service = pb.KvServiceLoad(store=pb.KvStoreLoad(total_bytes=1 << 30))
-        if self.rng.random() < self.share_of_arenas:
-            size = 1 << self.rng.choice((20, 28))
-            service.arena_bytes, service.arena_free_bytes = size, self.rng.choice((0, self.rng.randrange(size)))
-        self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=service))
+        info.host_id, info.address = f"h{host}", f"h{host}-new" if self.rng.random() < 0.05 else f"h{host}"
+        self.registry.register(info, self.kv_load())
+
+    def kv_load(self) -> pb.LoadReport:
+        rng, service = self.rng, pb.KvServiceLoad()
+        if rng.random() < 0.95:
+            service.store.total_bytes = 1 << 30
+        for other in rng.sample(range(self.num_hosts), rng.randrange(self.num_hosts)):
+            speed = rng.choice((1e5, 1e8, 1e10))
+            service.links.add(address=f"h{other}", latency_ms=rng.uniform(0, 5), bytes_per_second=speed)
+        if rng.random() < self.share_of_arenas:
+            size = 1 << rng.choice((20, 28))
+            service.arena_bytes, service.arena_free_bytes = size, rng.choice((0, rng.randrange(size)))
+        return pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=service)
 
     def joins(self) -> None:
         number, roles = self.num_workers, (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL)
@@ -96,8 +123,12 @@ class Fleet:
         self.num_workers += 1
         card = pb.ModelCard(model_id="m", context_length=8_192, block_size=GRAIN)
         info = pb.WorkerInfo(worker_id=f"w{number}", incarnation=f"w{number}", role=role, card=card)
-        info.host_id = info.kv_address = f"h{self.rng.randrange(self.num_hosts)}"
+        info.host_id = f"h{self.rng.randrange(self.num_hosts)}"
+        info.kv_address = "" if self.rng.random() < 0.05 else info.host_id
+        if self.rng.random() < 0.5:
+            info.settings.update({"max_num_batched_tokens": "256", "max_num_seqs": "3"})
         self.registry.register(info, self.load())
+        self.attached.add(info.incarnation)
 
     def load(self) -> pb.LoadReport:
         load, rng = pb.LoadReport(state=pb.WORKER_STATE_READY), self.rng
@@ -132,6 +163,42 @@ class Fleet:
             self.router.prefixes.learn(prompt[:length], name, host, space=index_space(worker))
         elif self.entries and what < 0.8:
             self.entries.pop(rng.randrange(len(self.entries))).remove()
+        elif what < 0.805:
+            self.kv_service(rng.randrange(self.num_hosts))
+        elif what < 0.83:
+            kv = f"kv{rng.randrange(self.num_hosts)}"
+            self.registry.heartbeat(cp.HeartbeatRequest(worker_id=kv, incarnation=kv, load=self.kv_load()))
+        else:
+            self.learns(worker, what)
+
+    def learns(self, worker: Worker, what: float) -> None:
+        """Let the router learn from an ended request."""
+        rng, costs = self.rng, self.router.costs
+        hosts = [f"h{rng.randrange(self.num_hosts)}" for _ in range(2)]
+        num_found = rng.randrange(1_000)
+        if what < 0.85:
+            costs.stores.used(hosts[0], 1_000, num_found)
+        elif what < 0.88:
+            costs.stores.used_from_afar(hosts[0], hosts[1], 1_000, num_found)
+        elif what < 0.91 and worker.role == pb.WORKER_ROLE_DECODE:
+            ledger = pb.PhaseLedger(scheduled_ns=1, first_token_ns=num_found * 1_000_000, num_computed_tokens=500)
+            costs.prompt_read(worker, ledger)
+        elif what > 0.95:
+            self.calls(worker)
+        elif worker.role == pb.WORKER_ROLE_DECODE:
+            costs.hand_overs.ended(Shown(2_000, 500, 100.0), hosts[0], worker, 1 << 24, rng.uniform(0, 200))
+
+    def calls(self, worker: Worker) -> None:
+        """Send a call, let one begin or bring its first token, or lose a stream."""
+        rng, what = self.rng, self.rng.random()
+        if what < 0.4 or not self.watches:
+            self.watches.append(self.router.health.watch(worker, rng.choice((None, 0.01, 1.0))))
+        elif what < 0.6:
+            rng.choice(self.watches).begin(0.05)
+        elif what < 0.9:
+            self.watches.pop(rng.randrange(len(self.watches))).output()
+        else:
+            self.attached ^= {worker.incarnation}
 
     def request(self) -> RoutingRequest:
         rng = self.rng
@@ -144,6 +211,8 @@ class Fleet:
     def decided(self) -> tuple[object, ...]:
         """Choose for a request, count the route, and return it."""
         request = self.request()
+        for role in (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE):  # a mean of half a second: of the same moment
+            self.router.costs.typical_rate("m", "", role)
         workers = [each.incarnation for each in self.registry.workers()]
         avoid = set(self.rng.sample(workers, self.rng.choice((0, 0, 1, len(workers) // 2))))
         try:
@@ -160,20 +229,31 @@ class Fleet:
 
 
 def _as_text(route: Route) -> tuple[object, ...]:
-    return route.prefill_id, [each.worker_id for each in route.decodes], route.reason, route.cost, route.predicted_ms
+    decodes = [each.worker_id for each in route.decodes]
+    estimates = [(each.worker.worker_id, each.cached, str(each)) for each in route.estimates.values()]
+    return route.prefill_id, decodes, route.cost, route.predicted_ms, estimates, route.explained()
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_routes_are_those_that_numpy_chooses(seed: int) -> None:
     ours, other = Fleet(seed, compiled_routing()), Fleet(seed, None)
     kinds = set()
-    for _ in range(60):
+    for _ in range(90):
         ours.changes()
         other.changes()
         chosen = ours.decided()
         assert chosen == other.decided()
         kinds.add(len(chosen))
-    assert kinds >= {5}, "no route was chosen at all"
+    assert kinds >= {6}, "no route was chosen at all"
+
+
+def test_the_library_compares_the_workers_of_most_requests() -> None:
+    fleets = [Fleet(seed, compiled_routing()) for seed in range(10)]
+    for fleet in fleets:
+        for _ in range(30):
+            fleet.changes()
+            fleet.decided()
+    assert sum(fleet.router.num_compared for fleet in fleets) > 150
 
 
 def _chain(rng: random.Random) -> BlockHashes:

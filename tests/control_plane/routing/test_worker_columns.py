@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from control_plane.fleet.attached import Attached
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing import scoring
 from control_plane.routing.compiled_library import CompiledRouting
-from control_plane.routing.cost_model import InFlightEntry, RoutingRequest
+from control_plane.routing.cost_model import InFlightEntry, PrefillEstimate, RoutingRequest
 from control_plane.routing.groups import TIE, index_space
 from control_plane.routing.router import Route, Router
 from control_plane.routing.sample_points import SamplePointIndex
@@ -219,7 +220,7 @@ def test_sick_workers_are_passed_over_however_idle_they_are(monkeypatch: pytest.
     for number in (28, 29):
         harness.send(f"p{number}", 100)
         harness.send(f"d{number}", 0, 1000)
-    harness.router.health.ask_links({f"{name}-1" for name in well})
+    harness.router.health.ask_links(Attached({f"{name}-1" for name in well}))
     monkeypatch.setattr(harness.router.health, "usable", None)  # of the last resort, when none is found
     assert set(harness.names()) == well
     for name in ("p1", "p2", "d1", "d2"):
@@ -307,13 +308,23 @@ def test_a_decision_looks_at_few_of_a_thousand_workers(monkeypatch: pytest.Monke
         harness.add(f"d{number}", DECODE, f"h{number % NUM_WORKERS}")
         harness.add(f"p{number}", PREFILL, f"h{number % NUM_WORKERS}")
     harness.learn("p7", 60)
-    well = harness.router.health.well
+    well, comparing = harness.router.health.well, harness.router._comparing
 
     def counted(workers: list[Worker]) -> list[Worker]:
         nonlocal num_seen
         num_seen += len(workers)
         return well(workers)
 
+    if comparing is not None:
+        estimates = comparing._estimates
+
+        def counted_estimates(*arguments: Any) -> list[PrefillEstimate] | None:
+            nonlocal num_seen
+            found = estimates(*arguments)
+            num_seen += len(found or [])
+            return found
+
+        monkeypatch.setattr(comparing, "_estimates", counted_estimates)
     harness.router.choose(UNCACHED)  # a change of a KV service is looked at once
     monkeypatch.setattr(harness.router.health, "well", counted)
     monkeypatch.setattr(harness.registry, "workers", None)

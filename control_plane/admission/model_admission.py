@@ -52,6 +52,8 @@ class Waiter:
     """Predicted."""
     charged_ms: float = 0.0
     """What its account was charged as it was let in."""
+    deadline: float = math.inf
+    """Its client's, by the clock of the queue."""
     is_moving: bool = False
     """Its worker was lost: it is before all others, and beyond the bounds."""
     has_begun: bool = False

@@ -38,7 +38,7 @@ _OFFER_SECONDS = 0.5
 """The next request looks for room at a worker's report that shows none only if it last looked so long ago."""
 _STOOD_STILL_SECONDS, _READ_SECONDS = 0.5, 2.0
 """A wait that ends so much too late ended while this process stood still. It goes on for so long: what the workers and
-the rest of the fleet have sent meanwhile is not read yet."""
+the rest of the fleet have sent meanwhile is not read yet. Not beyond the client's deadline."""
 _MAX_MODELS = 1024
 """Models whose counters are kept; beyond that, those of models that nobody waits for are dropped."""
 LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
@@ -150,7 +150,7 @@ class AdmissionQueue:
         self._turns[waiter] = turn
         timer = None if retry_in is None else asyncio.get_running_loop().call_later(retry_in, self._give_turn, waiter)
         seconds = max(0.0, seconds)
-        end = asyncio.get_running_loop().call_later(seconds, self._end, turn, self._clock() + seconds)
+        end = asyncio.get_running_loop().call_later(seconds, self._end, waiter, turn, self._clock() + seconds)
         try:
             await turn
         except TimeoutError:
@@ -171,13 +171,14 @@ class AdmissionQueue:
                 room.leave(waiter, self._clock())
             self._on_change(waiter.model_id)
 
-    def _end(self, turn: asyncio.Future[None], until: float) -> None:
+    def _end(self, waiter: Waiter, turn: asyncio.Future[None], until: float) -> None:
         """The time of a wait is over."""
         if turn.done():
             return
         now = self._clock()
-        if now - until > _STOOD_STILL_SECONDS:
-            asyncio.get_running_loop().call_later(_READ_SECONDS, self._end, turn, now + _READ_SECONDS)
+        seconds_more = min(_READ_SECONDS, waiter.deadline - now) if now - until > _STOOD_STILL_SECONDS else 0.0
+        if seconds_more > 0:
+            asyncio.get_running_loop().call_later(seconds_more, self._end, waiter, turn, now + seconds_more)
         else:
             turn.set_exception(TimeoutError())
 
@@ -358,6 +359,7 @@ def waiter_of(
         num_tokens=len(request.token_ids),
         cost_ms=cost_ms,
         num_answer_tokens=num_answer_tokens,
+        deadline=request.deadline,
         is_moving=is_moving,
         num_choices=len(request.choice_seeds),
     )

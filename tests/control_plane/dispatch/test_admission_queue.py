@@ -237,6 +237,21 @@ async def test_a_wait_that_ended_while_this_process_stood_still_goes_on_until_wh
         await asyncio.wait_for(late, 10)
 
 
+async def test_no_wait_goes_on_beyond_the_clients_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by chaos: a starved gateway's wait went on for two seconds more, and ended 3.6 s after the deadline."""
+    now = 100.0
+    queue = AdmissionQueue(8, 60.0, clock=lambda: now)
+    monkeypatch.setattr(admission_queue, "_READ_SECONDS", 60.0)
+    waiters = [Waiter("m", "a", deadline=112.0), Waiter("m", "a", deadline=114.0)]
+    over, not_over = [asyncio.create_task(queue.wait(each, Unavailable("gone"), 0.0)) for each in waiters]
+    await asyncio.sleep(0)
+    now += 13.0
+    with pytest.raises(Unavailable, match="gone"):
+        await asyncio.wait_for(over, 10)
+    assert not not_over.done()
+    await end(not_over)
+
+
 async def test_a_request_may_look_again_after_a_time_of_its_own() -> None:
     queue = queue_of()
     await asyncio.wait_for(queue.wait(Waiter("m", "a"), Overloaded(FULL), 60.0, retry_in=0.0), 10)

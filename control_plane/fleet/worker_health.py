@@ -70,6 +70,7 @@ class WorkerHealth:
         self._out: set[str] = set()
         """Incarnations that are ejected or on probation."""
         self.attached: Attached = Everyone()
+        """The workers whose streams are open."""
         self._listeners: list[Callable[[str], None]] = []
         self.num_ejections: Counter[tuple[int, Cause]] = Counter()
         """Since the start, by role and cause."""

@@ -155,7 +155,8 @@ inline int64_t blocks_of(int64_t which, int64_t count, const int64_t* numbers, c
 }
 
 // Writes what a worker finds of the prompt, and what it takes to load that. rate: tokens per second that it computes.
-inline void look_into_caches(const Table& table, const Asked& asked, const Cached& cached, double rate, Estimate& found) {
+inline void look_into_caches(const Table& table, const Asked& asked, const Cached& cached, double rate,
+                             Estimate& found) {
   const int64_t row = static_cast<int64_t>(found.row), to_host = table.host_numbers[row];
   const double size = cached.block_tokens, bytes_per_token = column(table, kBytes)[row];
   const int64_t own = blocks_of(row, cached.num_pools, cached.pool_rows, cached.pool_blocks);
@@ -245,8 +246,8 @@ class Ways {
     to_host_ = table.host_numbers[row];
     bytes_per_token_ = column(table, kBytes)[row];
     num_bytes_ = std::max(0.0, asked.num_prompt_tokens - decode.own) * bytes_per_token_;
-    const double free = compared.free_bytes[to_host_], wanted = std::min(num_bytes_, 2 * compared.window_bytes[to_host_]);
-    if (num_bytes_ > free) num_lacking_ = std::max(0.0, wanted - free);
+    const double free = compared.free_bytes[to_host_], window = compared.window_bytes[to_host_];
+    if (num_bytes_ > free) num_lacking_ = std::max(0.0, std::min(num_bytes_, 2 * window) - free);
   }
 
   // Finds the best prefill worker: the best of all, unless one on another host is sooner by so much.
@@ -299,8 +300,10 @@ inline void rank(const Table& table, const Asked& asked, Compared& compared) {
   const double *pool = column(table, kPool), *held = column(table, kHeld), *step = column(table, kStep);
   const double *delay = column(table, kDelay), *free = column(table, kFree), *kv = column(table, kKv);
   double total_ms = 0, num_steps_known = 0;
-  for (int64_t each = 0; each < compared.num_found; ++each)
-    if (const double ms = step[static_cast<int64_t>(compared.found[each].row)]; ms > 0) total_ms += ms, ++num_steps_known;
+  for (int64_t each = 0; each < compared.num_found; ++each) {
+    const double ms = step[static_cast<int64_t>(compared.found[each].row)];
+    if (ms > 0) total_ms += ms, ++num_steps_known;
+  }
   const double answer_ms = compared.num_steps * (num_steps_known ? total_ms / num_steps_known : kAssumedStepMs);
   const Compared* prefills = compared.prefills;
   const bool is_home = prefills && prefills->favoured == compared.prefill;
@@ -318,7 +321,8 @@ inline void rank(const Table& table, const Asked& asked, Compared& compared) {
       ways.find_best(is_home ? kAffinitySlack : asked.tie, is_home ? kSlackMs : 0.0);
       ranked.prefill = static_cast<double>(ways.best);
       ranked.hand_over_ms = ways.best_ms;
-      if (compared.hand_over == kAlways || ways.best_ms < ranked.local_ms) ranked.is_handed_over = 1, prompt_ms = ways.best_ms;
+      ranked.is_handed_over = compared.hand_over == kAlways || ways.best_ms < ranked.local_ms;
+      if (ranked.is_handed_over > 0) prompt_ms = ways.best_ms;
     }
     ranked.is_tight = free[row] < asked.num_prompt_tokens;
     ranked.cost_ms = prompt_ms + answer_ms * ranked.load;

@@ -89,7 +89,8 @@ inline void pick(const Table& table, Asked& asked) {
     int64_t place = asked.num_picked;
     if (place == most && !(score[row] < score[asked.picked[most - 1]])) continue;
     if (place == most) --place;
-    for (; place > 0 && score[row] < score[asked.picked[place - 1]]; --place) asked.picked[place] = asked.picked[place - 1];
+    for (; place > 0 && score[row] < score[asked.picked[place - 1]]; --place)
+      asked.picked[place] = asked.picked[place - 1];
     asked.picked[place] = row;
     if (asked.num_picked < most) ++asked.num_picked;
   }

@@ -375,7 +375,14 @@ def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
 def _part(request: EncodingRequest, inputs: Sequence[EncoderInput]) -> _Part:
     num_tokens = sum(each.num_tokens for each in inputs)
     cost = _TOKEN_COST * num_tokens
-    waiter = Waiter(request.model.model_id, request.account, request.priority, num_tokens=num_tokens, cost_ms=cost)
+    waiter = Waiter(
+        request.model.model_id,
+        request.account,
+        request.priority,
+        num_tokens=num_tokens,
+        cost_ms=cost,
+        deadline=request.deadline,
+    )
     return _Part(request, inputs, num_tokens, waiter)
 
 

@@ -21,12 +21,14 @@ class Attached(MutableSet[str]):
         return len(self._incarnations)
 
     def add(self, value: str) -> None:
-        self._incarnations.add(value)
-        self.version += 1
+        if value not in self._incarnations:
+            self._incarnations.add(value)
+            self.version += 1
 
     def discard(self, value: str) -> None:
-        self._incarnations.discard(value)
-        self.version += 1
+        if value in self._incarnations:
+            self._incarnations.discard(value)
+            self.version += 1
 
 
 class Everyone(Attached):

@@ -108,7 +108,7 @@ def figures_of(info: pb.WorkerInfo, load: pb.LoadReport) -> WorkerFigures:
         num_tokens_in_flight=load.num_tokens_in_flight,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        step_ms=1000.0 * seconds / num_steps if num_steps > 0 else None,
+        step_ms=1000.0 * seconds / num_steps if num_steps > 0 and seconds > 0 else None,
         num_prompt_tokens=counters.get("prompt_tokens_computed", 0.0),
         step_seconds=seconds,
         answer_rate=_rate(counters.get("tokens_generated", 0.0), seconds),

@@ -67,6 +67,8 @@ class WorkerHealth:
         self._registry = registry
         self._records: dict[str, Record] = {}
         self._times: dict[tuple[str, int], AnswerTimes] = {}
+        self._ratios: dict[tuple[str, int], float | None] = {}
+        """The same as `usual_ratio`, since the last change of the times or of who is out."""
         self._out: set[str] = set()
         """Incarnations that are ejected or on probation."""
         self.attached: Attached = Everyone()
@@ -115,7 +117,10 @@ class WorkerHealth:
 
     def usual_ratio(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
         """Return how many times the predicted seconds first tokens of these workers take; None: too few have come."""
-        return self._times_of(model_id, role).usual_ratio(self._out)
+        key = model_id, role
+        if key not in self._ratios:
+            self._ratios[key] = self._times_of(model_id, role).usual_ratio(self._out)
+        return self._ratios[key]
 
     def oldest_begun(self, incarnation: str) -> tuple[float, float]:
         """Return when the call that waits the longest has begun, and its predicted seconds; (inf, 0): none has."""
@@ -136,7 +141,7 @@ class WorkerHealth:
             began_at, predicted_seconds = oldest.began_at, oldest.predicted_seconds
             if began_at is None or predicted_seconds is None or now - began_at < SLOW_SECONDS:
                 continue
-            if ratio is None and (ratio := self._times_of_worker(worker).usual_ratio(self._out)) is None:
+            if ratio is None and (ratio := self.usual_ratio(worker.figures.model_id, worker.role)) is None:
                 return well
             if _is_slow(now - began_at, expected_seconds(ratio, predicted_seconds)):
                 overdue.add(worker.incarnation)
@@ -177,6 +182,7 @@ class WorkerHealth:
         is_slow = self._is_slow_among_peers(record, times, accept_seconds, took, watch.predicted_seconds)
         if not self._is_out(record):
             times.add(record.worker.incarnation, watch.sent_at, accept_seconds, took, watch.predicted_seconds)
+            self._ratios.clear()
         reason = f"its first tokens took {took:.2f} s, at least {SLOW_TIMES:g} times as long as its peers'"
         self._count(record, watch.sent_at, "slow" if is_slow else "ok", reason)
 
@@ -279,6 +285,7 @@ class WorkerHealth:
             record.ejection_seconds = 0.0
         record.cause = cause
         self._out.add(worker.incarnation)
+        self._ratios.clear()
         self.num_ejections[worker.role, cause] += 1
         self._extend(record, reason)
         log.warning(
@@ -302,6 +309,7 @@ class WorkerHealth:
     def _reinstate(self, record: Record) -> None:
         worker, record.cause, record.reason = record.worker, None, ""
         self._out.discard(worker.incarnation)
+        self._ratios.clear()
         record.outcomes.clear()
         record.reinstated_at = self.now()
         log.info(
@@ -387,6 +395,7 @@ class WorkerHealth:
             return
         self._records.pop(worker.incarnation, None)
         self._out.discard(worker.incarnation)
+        self._ratios.clear()
         self._times_of_worker(worker).forget(worker.incarnation)
         model_id, role = worker.info.card.model_id, worker.role
         if not any(each.role == role for each in self._registry.workers_of(model_id)):

@@ -41,7 +41,10 @@ class StoreListener(Protocol):
     """What is told of changes."""
 
     def store_changed(self, host_id: str) -> None:
-        """A host's store has come or gone, or its workers get another share of what it is said to have."""
+        """A host's store has come or gone."""
+
+    def hit_rate_changed(self, host_id: str) -> None:
+        """A host's workers get another share of what its store is said to have."""
 
     def links_changed(self, host_id: str, addresses: Collection[str]) -> None:
         """A host's store has other links to the stores at these addresses."""
@@ -117,7 +120,7 @@ class BlockStores:
         """Record how many of the tokens expected in a host's store were there."""
         if num_expected_tokens > 0:
             self._hit_rates[host_id] = _mixed(self.hit_rate(host_id), num_found / num_expected_tokens)
-            self._tell(host_id)
+            self._tell_hit_rate(host_id)
 
     def used_from_afar(self, from_host: str, to_host: str, num_expected_tokens: int, num_found: int) -> None:
         """Record how many of the tokens expected in another host's store came from there."""
@@ -138,7 +141,7 @@ class BlockStores:
         host_id = worker.info.host_id
         if not is_here and not any(other.info.host_id == host_id for other in self._registry.workers()):
             self._hit_rates.pop(host_id, None)
-            self._tell(host_id)
+            self._tell_hit_rate(host_id)
 
     def _reported(self, worker: Worker) -> None:
         if worker.role != pb.WORKER_ROLE_KV:
@@ -149,15 +152,18 @@ class BlockStores:
             self._stores.pop(host_id, None)
         else:
             self._stores[host_id] = Store(store.info.address, store.worker_id, store.figures.links)
+        if before is None and store is None:
+            return
         if before is None or store is None or before.address != store.info.address:
-            self._tell(host_id)
+            for listener in self._listeners:
+                listener.store_changed(host_id)
         elif changed := _changed(before.links, store.figures.links):
             for listener in self._listeners:
                 listener.links_changed(host_id, changed)
 
-    def _tell(self, host_id: str) -> None:
+    def _tell_hit_rate(self, host_id: str) -> None:
         for listener in self._listeners:
-            listener.store_changed(host_id)
+            listener.hit_rate_changed(host_id)
 
     def _tell_missed(self, key: tuple[str, str]) -> None:
         for listener in self._listeners:

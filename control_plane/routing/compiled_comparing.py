@@ -1,7 +1,8 @@
 """Compares the candidates of a table in one pass of the compiled library.
 
 `Shortlist`, `CostModel`, `HandOverWays` and `Router` do the same in Python, and say what each number means. They are
-asked where a candidate is not well, or cannot hand a cache over: then the candidates are others.
+asked where candidates are to be looked for again: a call waits too long at one, all have a queue while another worker
+idles, or there are none.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class CompiledComparing:
             compared.prefill = prefill
             self._ask_sources(table, remote)
         scoring.library.compare_decodes(table.memory.address, scoring.address, candidates.address)
-        if compared.lacks_sources:  # at most once a second for each host
+        if compared.lacks_sources:  # seldom: of a host that is asked about first, or of which something was learnt
             for estimate in remote.estimates:
                 self._shortlist.pairs(table).row(estimate.worker.figures.host_id)
             scoring.library.compare_decodes(table.memory.address, scoring.address, candidates.address)

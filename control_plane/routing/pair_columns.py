@@ -80,7 +80,7 @@ class PairColumns:
         self.places = {host: place for place, host in enumerate(self.hosts)}
         self._hand_overs, self._clock = hand_overs, clock
         self._rows: OrderedDict[str, _Row] = OrderedDict()
-        """By prefill host, the one that was refreshed last at the end."""
+        """By prefill host, the one that was asked for last at the end."""
         self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places], np.float64).T
         """The fields of `Known` of a prefill host of which nothing is known; [4, hosts]."""
         self._arenas = np.array([hand_overs.arena(host) for host in self.places], np.float64).T.copy("C")
@@ -138,9 +138,9 @@ class PairColumns:
             row = self._rows[from_host] = _Row(known)
             while len(self._rows) > max(MAX_CANDIDATES, _MAX_PAIRS // len(self.places)):
                 self._sources.forget(self._rows.popitem(last=False)[0])
+        self._rows.move_to_end(from_host)
         if now >= row.until:
             row.refresh(now)
-            self._rows.move_to_end(from_host)
             self._sources.put(from_host, row)
         return row
 

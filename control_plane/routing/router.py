@@ -336,8 +336,11 @@ class Router:
         The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Return also
         how many of the first are about as good.
         """
-        measured = [ms for estimate in local if (ms := estimate.worker.figures.step_ms) is not None]
-        step_ms = sum(measured) / len(measured) if measured else ASSUMED_STEP_MS
+        total_ms, num_measured = 0.0, 0
+        for estimate in local:  # `sum` rounds otherwise from Python 3.12 on, and otherwise than the library
+            if (ms := estimate.worker.figures.step_ms) is not None:
+                total_ms, num_measured = total_ms + ms, num_measured + 1
+        step_ms = total_ms / num_measured if num_measured else ASSUMED_STEP_MS
         answer_ms = min(request.max_tokens, EXPECTED_ANSWER_TOKENS) * step_ms
         num_prompt_tokens, num_tokens = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         sent, ranked = self.in_flight.decode_tokens.get, []

@@ -113,11 +113,13 @@ class NumpyScoring:
             hand_over_ms = hand_over_ms.take(table.host_numbers)
             local_ms = hand_over_ms if way.is_forced else self._local_ms(table, request)
             score += np.minimum(local_ms, hand_over_ms)
-        are_late = columns[ROOM] < request.num_prompt_tokens
-        if 0 < np.count_nonzero(are_late) < len(table):
-            score[are_late] += LAST
         if table.least_largest < num_tokens:
             score[columns[LARGEST] < num_tokens] = np.inf
+        if choice.avoid:
+            score[choice.avoid] = np.inf
+        are_late = columns[ROOM] < request.num_prompt_tokens
+        if are_late.any() and np.min(score, where=~are_late, initial=np.inf) < np.inf:
+            score[are_late] += LAST
         if way is not None:
             best = score.argmin()
             if local_ms[best] >= hand_over_ms[best]:

@@ -52,9 +52,12 @@ class StoreColumns:
         return found.addresses
 
     def store_changed(self, host_id: str) -> None:
+        self.hit_rate_changed(host_id)
+        self._changed(host_id, self._fetches)
+
+    def hit_rate_changed(self, host_id: str) -> None:
         if (place := self._places.get(host_id)) is not None:
             self._values[:, place] = self._of(host_id)
-            self._changed(host_id, self._fetches)
 
     def links_changed(self, host_id: str, addresses: Collection[str]) -> None:
         self._changed(host_id, [host for host, fetches in self._fetches.items() if fetches.address in addresses])

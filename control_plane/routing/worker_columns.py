@@ -137,6 +137,10 @@ class WorkerColumns:
         for stores in self._stores():
             stores.store_changed(host_id)
 
+    def hit_rate_changed(self, host_id: str) -> None:
+        for stores in self._stores():
+            stores.hit_rate_changed(host_id)
+
     def links_changed(self, host_id: str, addresses: Collection[str]) -> None:
         for stores in self._stores():
             stores.links_changed(host_id, addresses)

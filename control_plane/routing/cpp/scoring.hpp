@@ -96,9 +96,13 @@ inline void pick(const Table& table, Asked& asked) {
   }
 }
 
+inline void avoid(const Table& table, const Asked& asked) {
+  for (int64_t each = 0; each < asked.num_avoid; ++each) table.score[asked.avoid[each]] = kInfinity;
+}
+
 // Goes on once all rows have their scores, weights and loads.
 inline void choose(const Table& table, Asked& asked) {
-  for (int64_t each = 0; each < asked.num_avoid; ++each) table.score[asked.avoid[each]] = kInfinity;
+  avoid(table, asked);
   asked.home = asked.has_key ? home_of(table, asked) : -1;
   pick(table, asked);
 }
@@ -156,13 +160,15 @@ inline void score_decodes(const Table& table, Asked& asked) {
   } else if (!asked.is_short) {
     for (int64_t row = 0; row < rows; ++row) score[row] += local[row];
   }
-  int64_t num_late = 0;
-  for (int64_t row = 0; row < rows; ++row) num_late += room[row] < asked.num_prompt_tokens;
-  if (0 < num_late && num_late < rows)
-    for (int64_t row = 0; row < rows; ++row)
-      if (room[row] < asked.num_prompt_tokens) score[row] += kLast;
   for (int64_t row = 0; row < rows; ++row)
     if (largest[row] < asked.num_tokens) score[row] = kInfinity;
+  avoid(table, asked);
+  bool has_room = false;
+  for (int64_t row = 0; row < rows; ++row)
+    has_room |= !(room[row] < asked.num_prompt_tokens) && score[row] < kInfinity;
+  if (has_room)
+    for (int64_t row = 0; row < rows; ++row)
+      if (room[row] < asked.num_prompt_tokens) score[row] += kLast;
   if (is_handed_over) {  // what prefill takes is the same for all that are about as good: the rest is compared
     const int64_t best = least(score, rows);
     if (asked.hand_over == kAlways || local[best] >= table.of_hosts[table.host_numbers[best]])

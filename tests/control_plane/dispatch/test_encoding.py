@@ -16,7 +16,13 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 
 from control_plane.admission.attachment import Attachment, Grant
 from control_plane.admission.service_classes import ServiceClass
-from control_plane.dispatch.encoding import MAX_CANDIDATES, MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
+from control_plane.dispatch.encoding import (
+    MAX_CANDIDATES,
+    MAX_PART_INPUTS,
+    MAX_PART_TOKENS,
+    EncodingDispatch,
+    _part,
+)
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, ModelDescription, TokenIds
@@ -454,6 +460,11 @@ async def test_what_was_computed_before_a_failure_is_known() -> None:
     with pytest.raises(InvalidRequest):
         await fleet.values(inputs(*[2] * (MAX_PART_INPUTS + 1)))
     assert fleet.computed == [2 * MAX_PART_INPUTS]
+
+
+def test_a_part_has_its_requests_deadline_in_the_queue() -> None:
+    request = EncodingRequest("r", "me", MODEL, inputs(4), 112.5, pooling="cls")
+    assert _part(request, request.inputs).waiter.deadline == 112.5, "else it could wait beyond it"
 
 
 async def test_a_passed_deadline_and_a_client_that_leaves_end_the_calls() -> None:

@@ -236,6 +236,16 @@ def test_prefill_workers_without_a_kv_service_are_no_candidates() -> None:
     assert {name for name in harness.names() if name.startswith("p")} == {"p0"}
 
 
+def test_of_full_workers_the_least_loaded_are_candidates_though_one_idles_that_cannot_be_reached() -> None:
+    harness, names = Harness(), [f"{role}{number}-1" for role in "pd" for number in range(NUM_WORKERS)]
+    for number in range(NUM_WORKERS - 1):
+        harness.report(f"d{number}", harness.load(num_free=TIGHT))
+        harness.send(f"d{number}", 0, 400 * (number + 1))
+    harness.router.health.ask_links(Attached(set(names) - {f"d{NUM_WORKERS - 1}-1"}))
+    routes = [harness.router.choose(UNCACHED) for _ in range(20)]
+    assert all(route.decodes[0].worker_id == "d0" for route in routes)
+
+
 def test_refusals_and_pools_that_are_too_small_end_as_with_few_workers() -> None:
     harness = Harness()
     avoid = {f"d{number}-1" for number in range(NUM_WORKERS - 1)}

@@ -182,6 +182,7 @@ class PromptCaches:
         self.num_there = 0 if source is None else match.hosts[from_host]
         """Blocks in that store."""
         self.address, self._source_id = ("", "") if source is None else source[:2]
+        """Of that store, and the id of its KV service."""
         self._nothing = NOTHING_CACHED, max(1, num_tokens), 0.0
         self._all_remote = self.cached(0, 0, grain * self.num_there)
         self._link: Link | None = None

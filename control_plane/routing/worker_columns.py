@@ -6,7 +6,7 @@ Registrations, load reports, measured rates and calls in flight change single ro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -150,12 +150,13 @@ class WorkerColumns:
             stores.missed_changed(from_host, to_host)
 
     def _pairs(self) -> list[PairColumns]:
-        tables = [table for each in self._tables.values() for table in each.values()]
-        return [table.pairs for table in tables if table.pairs is not None]
+        return [table.pairs for table in self._each_table() if table.pairs is not None]
 
     def _stores(self) -> list[StoreColumns]:
-        tables = [table for each in self._tables.values() for table in each.values()]
-        return [table.stores for table in tables if table.stores is not None]
+        return [table.stores for table in self._each_table() if table.stores is not None]
+
+    def _each_table(self) -> Iterator[WorkerTable]:
+        return (table for of_model in self._tables.values() for table in of_model.values())
 
     def _reported(self, worker: Worker) -> None:
         table = self._table_of.get(worker.incarnation)

@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.routing.sample_points import Keys, PlaceChanges, SamplePointIndex
+from control_plane.routing.point_arrays import Keys
+from control_plane.routing.sample_points import PlaceChanges, SamplePointIndex
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb

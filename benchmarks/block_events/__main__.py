@@ -26,8 +26,10 @@ from benchmarks.block_events.hosts import BLOCKS_PER_PROMPT, NICENESS, POINTS_PE
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from control_plane.block_events import BlockEventReader
+from control_plane.compiled_routing import load_routing
 from control_plane.fleet.registration import ControlPlaneService, take_relayed
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.compiled_library import CompiledRouting
 from control_plane.routing.sample_points import SamplePointIndex
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
@@ -145,7 +147,13 @@ async def serving(registry: WorkerRegistry) -> AsyncIterator[str]:
     await server.stop(0)
 
 
-async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses: Sequence[str]) -> Reading:
+async def read(
+    size: Size,
+    num_prompts: int,
+    registry: WorkerRegistry,
+    addresses: Sequence[str],
+    compiled: CompiledRouting | None,
+) -> Reading:
     """Be a gateway that has just started, until its index is complete and for some seconds more."""
     num_points = size.num_workers * num_prompts * POINTS_PER_PROMPT
     direct: Counter[str] = Counter()
@@ -155,7 +163,7 @@ async def read(size: Size, num_prompts: int, registry: WorkerRegistry, addresses
             direct[worker.worker_id] += 1
 
     registry.listen_to_loads(heard)
-    index = SamplePointIndex()
+    index = SamplePointIndex(compiled=compiled)
     index.take_memory()  # as a gateway does when it starts
     reader = BlockEventReader(index, registry, "gateway", on_heartbeat=partial(take_relayed, registry))
     lags, begun = Lags(), time.perf_counter()
@@ -201,7 +209,7 @@ async def _idle_cpu_share(seconds: float) -> float:
     return await asyncio.to_thread(asyncio.run, tick())
 
 
-async def measure(outcome: Outcome, size: Size, progress: Progress) -> None:
+async def measure(outcome: Outcome, size: Size, compiled: CompiledRouting | None, progress: Progress) -> None:
     """Enter what the events cost with each size of the pools."""
     log.configure("tandem-control", False, level="warning")
     forget_what_is_loaded()
@@ -211,7 +219,7 @@ async def measure(outcome: Outcome, size: Size, progress: Progress) -> None:
         registry = WorkerRegistry(1e9, 1e9)
         async with serving(registry) as control, fleet(size, num_prompts, control) as addresses:
             progress(f"reading for {size.seconds:g} s")
-            enter(outcome, rows, await read(size, num_prompts, registry, addresses))
+            enter(outcome, rows, await read(size, num_prompts, registry, addresses, compiled))
     head = ("blocks cached", "points", "complete after, s", "lag then, ms", "core, %", "messages/s", "lag, ms", "MB")
     rate = PROMPTS_PER_SECOND * BLOCKS_PER_PROMPT
     title = f"{size.num_workers:,} workers on {size.num_hosts} hosts, each stores and evicts {rate} blocks a second"
@@ -264,7 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = QUICK if chosen.quick else FULL
 
     async def measured(outcome: Outcome, folder: Path, progress: Progress) -> None:
-        await measure(outcome, size, progress)
+        compiled = load_routing()
+        outcome.notes.append(f"the index is changed by {'numpy' if compiled is None else 'the compiled library'}")
+        await measure(outcome, size, compiled, progress)
 
     hosts = f"{size.num_hosts}, in processes at nice {NICENESS}: they are other machines"
     conditions = {"hosts": hosts, "workers": size.num_workers, "seconds": size.seconds}

@@ -1,7 +1,8 @@
-"""Calls the compiled library of routing; the structures here mirror those in cpp/table.hpp, comparing.hpp, places.hpp.
+"""Calls the compiled library of routing. Structures here mirror those in cpp/: table, comparing and point_arrays.hpp.
 
-It finds a prompt's places, scores a table, and compares a table's candidates, in one pass each. In Python a decision
-takes 2.8 times as long: fifty numpy calls, a microsecond each whatever the size, and the objects of ten candidates.
+It finds and changes places of blocks, scores a table, and compares a table's candidates, in one pass each. In Python
+a decision takes 2.8 times as long: fifty numpy calls, a microsecond each whatever the size, and the objects of ten
+candidates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def file_name(machine: str) -> str:
 class IndexMemory(ctypes.Structure):
     """The arrays of a prefix index."""
 
-    _fields_ = (("keys", _POINTER), ("places", _POINTER), ("num_buckets", ctypes.c_uint64), ("found", _POINTER))
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "places", "stamps")),
+        ("num_buckets", ctypes.c_uint64),
+        *((name, _POINTER) for name in ("is_host", "found")),
+    )
 
 
 class TableMemory(ctypes.Structure):
@@ -207,6 +212,10 @@ class CompiledRouting:
         self.find_places = library.tandem_find_places
         self.find_places.argtypes = (_POINTER, ctypes.c_char_p, _INT, ctypes.c_uint64)
         self.find_places.restype = _INT
+        self.add_places, self.remove_places = library.tandem_add_places, library.tandem_remove_places
+        self.add_places.argtypes = (_POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint32, ctypes.c_uint32)
+        self.remove_places.argtypes = (_POINTER, _POINTER, _POINTER, _INT, _INT)
+        self.add_places.restype = self.remove_places.restype = None
 
 
 def address(array: npt.NDArray[Any], dtype: type[np.generic]) -> int:

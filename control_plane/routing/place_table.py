@@ -21,7 +21,8 @@ class PlaceTable:
 
     def __init__(self) -> None:
         self._names: list[str] = [""]
-        self._is_host = np.zeros(MAX_PLACE_ID + 1, bool)
+        self.are_hosts = np.zeros(MAX_PLACE_ID + 1, bool)
+        """Of each number. Others keep this array."""
         self._pools: dict[str, int] = {}
         self._hosts: dict[str, int] = {}
         self._reported: dict[str, set[str]] = {}
@@ -35,9 +36,6 @@ class PlaceTable:
     def name(self, place: int) -> str:
         """Return the incarnation or host of a number; "" if the place is gone."""
         return self._names[place]
-
-    def are_hosts(self, places: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
-        return self._is_host[places]
 
     def pool(self, incarnation: str) -> int:
         """Return the number of a pool, a new one if needed; 0 if there are none left."""
@@ -113,7 +111,7 @@ class PlaceTable:
             place = len(self._names)
             self._names.append(name)
         places[name] = place
-        self._is_host[place] = is_host
+        self.are_hosts[place] = is_host
         return place
 
     def _forget(self, places: Iterable[int]) -> int:

@@ -1,25 +1,12 @@
 // The places of a prompt's blocks, as sample_points.py finds them.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include "point_arrays.hpp"
 
 namespace tandem {
 
-constexpr int kWays = 8;
-constexpr int kNumPools = 4;
-constexpr int kNumPlaces = 8;
 constexpr int64_t kSpacing = 16;
-constexpr uint16_t kId = 0x7FFF;
 constexpr uint16_t kIsStore = 0x8000;
 constexpr int kPrefetched = 16;
-
-struct Index {
-  const uint64_t* keys;    // [num_buckets, 8]; 0: the slot is empty
-  const uint16_t* places;  // [num_buckets * 8, 8]: pools, then stores
-  uint64_t num_buckets;
-  int32_t* found;  // out: [32768, 2]; a place (with kIsStore: a store), and how many leading blocks it has
-};
 
 inline uint64_t key_at(const uint8_t* hashes, int64_t position, uint64_t space) {
   uint64_t key;
@@ -28,21 +15,10 @@ inline uint64_t key_at(const uint8_t* hashes, int64_t position, uint64_t space) 
   return key ? key : 1;
 }
 
-inline uint64_t bucket(const Index& index, uint64_t half) { return half * index.num_buckets >> 32; }
-
-inline void prefetch(const Index& index, uint64_t key) {
-  __builtin_prefetch(index.keys + kWays * bucket(index, key & 0xFFFFFFFF));
-  __builtin_prefetch(index.keys + kWays * bucket(index, key >> 32));
-}
-
 // Returns the places of a key; null: the index does not have it.
 inline const uint16_t* places_of(const Index& index, uint64_t key) {
-  for (uint64_t half : {key & 0xFFFFFFFF, key >> 32}) {
-    const uint64_t first = kWays * bucket(index, half);
-    for (int way = 0; way < kWays; ++way)
-      if (index.keys[first + way] == key) return index.places + kNumPlaces * (first + way);
-  }
-  return nullptr;
+  const uint64_t slot = slot_of(index, key);
+  return slot == kNoSlot ? nullptr : index.places + kNumPlaces * slot;
 }
 
 inline int64_t num_points(int64_t num_blocks) {

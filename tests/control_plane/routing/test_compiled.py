@@ -263,7 +263,7 @@ def _chain(rng: random.Random) -> BlockHashes:
 @pytest.mark.parametrize("seed", range(20))
 def test_places_are_those_that_numpy_finds_in_their_order(seed: int) -> None:
     rng = random.Random(seed)
-    ours, other = SamplePointIndex(2_000, compiled=compiled_routing()), SamplePointIndex(2_000)
+    ours, other = SamplePointIndex(200_000, compiled=compiled_routing()), SamplePointIndex(200_000)  # never full
     chains, num_found = [_chain(rng) for _ in range(30)], 0
     for _ in range(300):
         chain, space = rng.choice(chains), rng.choice((b"", bytes(range(16))))

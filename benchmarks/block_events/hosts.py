@@ -4,9 +4,9 @@
 
 Prints the addresses of the hosts as one JSON line, and changes pools from then on until its input ends. The first line
 of its input is the address of the control plane: the workers register there, and each has a heartbeat every second,
-which goes with the block events of its host. A prompt has 125 blocks of 16 tokens. Each worker stores a prompt in each
-quarter of a second, and evicts its oldest one: 500 blocks a second each. The host's store does the same with the
-prompts of all its workers.
+which goes with the block events of its host. A prompt has 125 blocks of 16 tokens with its answer, and a pool tells of
+the ends of both. Each worker stores a prompt in each quarter of a second, and evicts its oldest one: 500 blocks a
+second each. The host's store does the same with the prompts of all its workers, and tells of no ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tandem_runtime.server import GrpcServer
 
 BLOCKS_PER_PROMPT = 125
 PROMPTS_PER_SECOND = 4
-POINTS_PER_PROMPT = num_sample_points(BLOCKS_PER_PROMPT)
+_SAMPLED = num_sample_points(BLOCKS_PER_PROMPT)
+POINTS_PER_PROMPT = _SAMPLED + 2
 NICENESS = 10
 """Hosts are other machines: they shall not take the gateway's core from it."""
 
@@ -61,7 +62,7 @@ class StandIn(kv_grpc.KvTransferServiceServicer):
         for name in self.workers:
             oldest = self._prompts[name].popleft()
             self._points.change(name, [], oldest)
-            self._points.change(STORE, [], oldest)
+            self._points.change(STORE, [], oldest[:_SAMPLED])
             self._store(name, _a_prompt())
 
     def heartbeat(self, beat: cp.HeartbeatRequest) -> None:
@@ -70,7 +71,7 @@ class StandIn(kv_grpc.KvTransferServiceServicer):
     def _store(self, name: str, keys: list[bytes]) -> None:
         self._prompts[name].append(keys)
         self._points.change(name, keys, [])
-        self._points.change(STORE, keys, [])
+        self._points.change(STORE, keys[:_SAMPLED], [])
 
 
 def _a_prompt() -> list[bytes]:

@@ -40,7 +40,7 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._found: dict[BlockHash, int] = {}
         self._points: set[int] = set()
-        """The registered blocks that are sample points of their chains."""
+        """The registered blocks that others are told of: sample points, and ends of chains."""
         self._changed_points: dict[bytes, bool] = {}
         """By point, since the last `take_points`: whether the pool has it now."""
 
@@ -130,10 +130,10 @@ class BlockPool:
             self._found[block_hash] = block
             self._hashes[block] = block_hash
 
-    def mark_point(self, block: int) -> None:
-        """Note that a block which was just registered is a sample point of its chain, of which others are told."""
-        block_hash = self._hashes[block]
-        if block_hash is not None and block not in self._points:  # else another block has this content
+    def mark_point(self, block_hash: BlockHash) -> None:
+        """Note that others are to be told of a registered block; does nothing if it was evicted, or is marked."""
+        block = self._found.get(block_hash)
+        if block is not None and block not in self._points:
             self._points.add(block)
             self._point_changed(block_hash, is_stored=True)
 

@@ -158,7 +158,7 @@ class KVCacheManager:
             block_hash = self._hash(request, index)
             self.pool.register(request.block_table[index], block_hash)
             if is_sample_point((index + 1) * self.pool.block_size):
-                self.pool.mark_point(request.block_table[index])
+                self.pool.mark_point(block_hash)
             if index >= max(request.num_dropped_blocks, request.first_whole_block):
                 for group, table in enumerate(request.window_tables, 1):
                     self.pool.register(table[index], self.groups.key(block_hash, group))
@@ -214,6 +214,7 @@ class KVCacheManager:
 
     def hold(self, request: Request) -> None:
         """Keep a finished request's blocks until `release_held`; the pool counts them separately."""
+        self._mark_ends(request)
         self.groups.settle(request)
         self.pool.hold(blocks_of(request))
 
@@ -223,6 +224,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks; registered blocks can be found until they are evicted."""
+        self._mark_ends(request)
         self.pool.free(blocks_of(request))
         self._forget(request)
 
@@ -270,6 +272,13 @@ class KVCacheManager:
         while len(keys) <= index:
             keys.append(request.chain.next_key(request.token_ids, (len(keys) + 1) * self.pool.block_size))
         return keys[index]
+
+    def _mark_ends(self, request: Request) -> None:
+        """Mark the last full blocks of the prompt and of the answer: the next turn of a session goes on there."""
+        ends = request.num_prompt_tokens // self.pool.block_size, request.num_registered_blocks
+        for end in ends:
+            if 0 < end <= request.num_registered_blocks:
+                self.pool.mark_point(self._hash(request, end - 1))
 
     def _forget(self, request: Request) -> None:
         self.groups.settle(request)

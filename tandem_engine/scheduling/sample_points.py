@@ -1,6 +1,7 @@
 """Names the blocks of a chain that other processes are told of: sample points.
 
-A block's hash covers all tokens before it, so whoever has a sample point has the chain up to there.
+A block's hash covers all tokens before it, so whoever has a sample point has the chain up to there. A pool tells of the
+last full blocks of prompts and answers, too (`KVCacheManager`).
 """
 
 from __future__ import annotations

@@ -155,14 +155,15 @@ def test_sample_points_are_told_once_and_again_when_they_are_evicted() -> None:
     for block, block_hash in enumerate((A, B)):
         pool.register(block, block_hash)
     # 1. Only what is marked is told, once.
-    pool.mark_point(0)
-    pool.mark_point(0)
+    pool.mark_point(A)
+    pool.mark_point(A)
     assert points(pool) == (A[:8], b"")
     assert points(pool) is None
-    # 2. A block whose content another block has already is no point of its own.
+    # 2. A block whose content another block has already is no point of its own; nor is one that nobody has.
     pool.allocate(1)
     pool.register(2, A)
-    pool.mark_point(2)
+    pool.mark_point(A)
+    pool.mark_point(C)
     assert points(pool) is None
     # 3. Cached, it is still there; evicted, it is not.
     pool.free([0, 1, 2])
@@ -172,7 +173,7 @@ def test_sample_points_are_told_once_and_again_when_they_are_evicted() -> None:
     assert points(pool) == (b"", A[:8])
     # 4. What comes and goes between two calls is not told.
     pool.register(0, C)
-    pool.mark_point(0)
+    pool.mark_point(C)
     pool.free([0, 1, 2])
     pool.allocate(3)
     assert points(pool) is None

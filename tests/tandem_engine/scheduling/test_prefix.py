@@ -116,15 +116,51 @@ def test_without_a_hash_root_nothing_is_loaded_or_told() -> None:
 def test_steps_tell_which_sample_points_the_pool_has_and_no_longer_has() -> None:
     harness, prompt = EngineHarness(num_blocks=13), list(range(40))
     chain = [bytes.fromhex(each) for each in _hashes(prompt)]
-    # 1. Blocks of four tokens: those that end at 16 and 32 tokens.
+    # 1. Blocks of four tokens: those that end at 16 and 32 tokens, and the last one.
     harness.add("a", prompt, root=ROOT, max_tokens=1)
-    first, second = harness.step().points, harness.step().points
-    assert first is not None and second is None
+    first, second, third = (harness.step().points for _ in range(3))  # a step has room for 32 tokens
+    assert first is not None and second is not None and third is None
     assert (first.stored, first.evicted) == (chain[3][:8] + chain[7][:8], b"")
+    assert (second.stored, second.evicted) == (chain[9][:8], b"")
     # 2. Another prompt needs some of the blocks: the end of the chain goes first.
     harness.add("b", list(range(1000, 1027)), root=ROOT, max_tokens=1)
     points = harness.step().points
     other = [bytes.fromhex(each) for each in _hashes(list(range(1000, 1027)))]
     assert points is not None
-    assert (points.stored, points.evicted) == (other[3][:8], chain[7][:8])
+    assert (points.stored, points.evicted) == (other[3][:8] + other[5][:8], chain[9][:8] + chain[7][:8])
+    harness.assert_nothing_is_left()
+
+
+def test_steps_tell_where_a_prompt_and_its_answer_end() -> None:
+    """The next turn of a session goes on after the answer, or after the prompt if its client changes the answer."""
+    harness, prompt = EngineHarness(num_blocks=16), list(range(14))
+    harness.add("a", prompt, root=ROOT, max_tokens=8)
+    steps = [harness.step() for _ in range(8)]
+    answer = [token for done in steps for output in done.outputs for token in output.token_ids]
+    chain = [bytes.fromhex(each)[:8] for each in _hashes([*prompt, *answer[:-1]])]
+    assert len(chain) == 5  # the last token has no KV
+    told = [done.points for done in steps if done.points is not None]
+    assert [each.evicted for each in told] == [b""] * len(told)
+    # 1. Of 14 tokens the block that ends at 12; the one that ends at 16 is a sample point of the answer.
+    assert b"".join(each.stored for each in told) == chain[3] + chain[2] + chain[4]
+    # 2. What was told is not told again: neither of the same prompt, nor of one that goes on.
+    harness.add("b", [*prompt, *answer[:-1]], root=ROOT, max_tokens=1)
+    assert harness.step().points is None
+    harness.assert_nothing_is_left()
+
+
+def test_an_end_that_was_evicted_is_not_told() -> None:
+    """Behind a window, blocks of a prompt are free while its answer goes on; another request takes them."""
+    harness = EngineHarness(num_blocks=12, window=4)
+    prompts = [list(range(first, first + 9)) for first in (0, 1000)]
+    for prompt in prompts:
+        harness.add(f"{prompt[0]}", prompt, root=ROOT, max_tokens=39)
+    told, num_tokens = b"", 0
+    while harness.core.has_work():
+        done = harness.step()
+        told += b"" if done.points is None else done.points.stored
+        num_tokens += sum(len(output.token_ids) for output in done.outputs)
+    assert num_tokens == 2 * 39
+    ends = [bytes.fromhex(_hashes(prompt)[1])[:8] for prompt in prompts]
+    assert told and not any(end in told for end in ends)
     harness.assert_nothing_is_left()

@@ -35,6 +35,12 @@ def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return install(tmp_path, request.param)
 
 
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """A folder with the newest wrangler: for what `tandem dev` does itself, whatever wrangler it finds."""
+    return install(tmp_path, TOOLS[-1])
+
+
 def proxied(app: Starlette) -> Starlette:
     """Add the gateway's remote proxy in front of an application's routes."""
     app.router.routes[:0] = remote_proxy.routes()
@@ -119,13 +125,13 @@ def websocket_reply(url: str, text: str) -> bytes:
 
 
 def test_a_browser_that_leaves_in_mid_stream_is_seen_by_the_gateway(
-    project: Path, gateway: tuple[StubBinding, str]
+    newest: Path, gateway: tuple[StubBinding, str]
 ) -> None:
     stub, gateway_url = gateway
-    shutil.copytree(FOLDER, project, ignore=shutil.ignore_patterns("node_modules", ".wrangler"), dirs_exist_ok=True)
+    shutil.copytree(FOLDER, newest, ignore=shutil.ignore_patterns("node_modules", ".wrangler"), dirs_exist_ok=True)
     body = {"messages": [{"role": "user", "content": "hi"}], "model": "endless"}
     with (
-        running_dev(project, "--gateway", gateway_url) as running,
+        running_dev(newest, "--gateway", gateway_url) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=30) as client,
     ):
         with client.stream("POST", "/chat", json=body) as answer:
@@ -162,28 +168,28 @@ def test_a_mistake_is_told_what_ran_before_goes_on_and_the_next_change_is_tried(
         assert get(url).json() == {"NEW": "variable", "version": 2, "path": "/"}
 
 
-def test_a_worker_that_does_not_compile_at_first_runs_once_it_does(project: Path) -> None:
-    with running_dev(worker(project, "export default {")) as running:
+def test_a_worker_that_does_not_compile_at_first_runs_once_it_does(newest: Path) -> None:
+    with running_dev(worker(newest, "export default {")) as running:
         running.line_with("Expected identifier but found end of file")
         running.line_with("^tandem dev waits for a change")
-        worker(project)
+        worker(newest)
         assert get(running.url).json()["version"] == 1
 
 
-def test_a_change_of_nothing_that_runs_cuts_no_stream(project: Path) -> None:
+def test_a_change_of_nothing_that_runs_cuts_no_stream(newest: Path) -> None:
     source = """
     let life = 0;
     export default { fetch: () => new Response(String(++life)) };
     """
-    with running_dev(worker(project, source)) as running:
+    with running_dev(worker(newest, source)) as running:
         url = running.url
         assert get(url).text == "1"
-        (project / "README.md").write_text("news")
-        (project / "index.js").touch()
-        (project / "wrangler.json").write_text("{")
+        (newest / "README.md").write_text("news")
+        (newest / "index.js").touch()
+        (newest / "wrangler.json").write_text("{")
         running.line_with("The previous Worker keeps running")  # so the others were seen before it
         assert get(url).text == "2"  # still the same life
-        worker(project, source)
+        worker(newest, source)
         running.line_with("reloaded")
         assert get(url).text == "1"
 
@@ -208,18 +214,18 @@ def test_an_error_of_the_worker_is_told_with_its_line_and_what_it_logs_as_it_is(
         assert not any("workerd/" in line or line.startswith("stack:") for line in running.lines)
 
 
-def test_a_port_in_use_is_one_sentence_with_the_remedy(project: Path) -> None:
-    with running_dev(worker(project, compatibility_date="2999-01-01")) as running:
+def test_a_port_in_use_is_one_sentence_with_the_remedy(newest: Path) -> None:
+    with running_dev(worker(newest, compatibility_date="2999-01-01")) as running:
         running.line_with(r"^note +this workerd knows compatibility dates up to 20\d\d-\d\d-\d\d")
         url = running.url
         assert get(url).status_code == 200
-        with running_dev(project, "--port", url.rpartition(":")[2]) as second:
+        with running_dev(newest, "--port", url.rpartition(":")[2]) as second:
             second.line_with(r"^tandem: port \d+ is in use; stop what listens there, or choose another: --port \d+$")
             assert second.process.wait(60) == 1
 
 
-def test_workerd_goes_when_tandem_is_killed(project: Path) -> None:
-    with running_dev(worker(project)) as running:
+def test_workerd_goes_when_tandem_is_killed(newest: Path) -> None:
+    with running_dev(worker(newest)) as running:
         url = running.url
         descriptors = [os.pidfd_open(child) for child in descendants(running.process.pid)]
         assert get(url).status_code == 200 and len(descriptors) >= 2  # Node.js and workerd
@@ -244,7 +250,7 @@ def wait_for_end(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def test_the_binding_has_any_name_and_the_token_goes_with_it(project: Path) -> None:
+def test_the_binding_has_any_name_and_the_token_goes_with_it(newest: Path) -> None:
     seen: list[str | None] = []
 
     async def run(request: Request) -> Response:
@@ -252,26 +258,26 @@ def test_the_binding_has_any_name_and_the_token_goes_with_it(project: Path) -> N
         return JSONResponse({"response": "hi"})
 
     source = "export default { fetch: async (_, env) => Response.json(await env.MODELS.run('m', { prompt: 'x' })) };"
-    (project / "index.js").write_text(source)
-    (project / "wrangler.toml").write_text(
+    (newest / "index.js").write_text(source)
+    (newest / "wrangler.toml").write_text(
         'main = "index.js"\ncompatibility_date = "2026-04-01"\n[ai]\nbinding = "MODELS"\n'
     )
     app = Starlette(routes=[Route("/run", run, methods=["POST"])])
     with serve(proxied(app)) as gateway_url:
         environment = {"TANDEM_TOKEN": 'tdm_a"b', "TANDEM_BASE_URL": gateway_url}
-        with running_dev(project, environment=environment) as running:
+        with running_dev(newest, environment=environment) as running:
             assert get(running.url).json() == {"response": "hi"}
             assert not any("tdm_" in line for line in running.lines)
     assert seen == ['Bearer tdm_a"b']
 
 
-def test_variables_arrive_as_they_are_and_an_environment_has_its_own(project: Path) -> None:
+def test_variables_arrive_as_they_are_and_an_environment_has_its_own(newest: Path) -> None:
     variables = {"TEXT": 'a "quoted"\nlä\\ne', "NUMBER": 7, "OBJECT": {"a": [1, None]}}
     named = {"staging": {"vars": {"TEXT": "staging"}}}
-    worker(project, vars=variables, env=named)
-    with running_dev(project) as running:
+    worker(newest, vars=variables, env=named)
+    with running_dev(newest) as running:
         assert get(running.url).json() == {**variables, "version": 1, "path": "/"}
-    with running_dev(project, "--env", "staging") as running:
+    with running_dev(newest, "--env", "staging") as running:
         assert get(running.url).json() == {"TEXT": "staging", "version": 1, "path": "/"}
 
 
@@ -304,10 +310,10 @@ def test_typescript_and_packages_are_bundled(project: Path) -> None:
         running.line_with("The previous Worker keeps running")
 
 
-def test_assets_alone_are_served_without_a_worker(project: Path) -> None:
-    (project / "public").mkdir()
-    (project / "public" / "index.html").write_text("<p>page")
+def test_assets_alone_are_served_without_a_worker(newest: Path) -> None:
+    (newest / "public").mkdir()
+    (newest / "public" / "index.html").write_text("<p>page")
     config = {"name": "site", "compatibility_date": "2026-04-01", "assets": {"directory": "public"}}
-    (project / "wrangler.json").write_text(json.dumps(config))
-    with running_dev(project) as running:
+    (newest / "wrangler.json").write_text(json.dumps(config))
+    with running_dev(newest) as running:
         assert get(running.url).text == "<p>page"

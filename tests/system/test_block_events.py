@@ -33,18 +33,18 @@ async def test_a_restarted_gateway_knows_at_once_what_its_predecessor_left_in_po
         assert decode is not None and prefill is not None
         hashes, space = stream.state.hashes, decode.space
         assert hashes is not None and len(hashes.blocks) == 9
-        # 1. A new gateway has sent nothing, and finds the longest sample point of the prompt everywhere.
+        # 1. A new gateway has sent nothing: it finds the prompt's end in the pools, its last sample point in the store.
         await fleet.restart_gateway()
         await fleet.ready()
 
         def found() -> PrefixMatch:
             return fleet.gateway.dispatcher.router.prefixes.find(hashes.blocks, space)
 
-        whole = PrefixMatch({prefill.incarnation: 8, decode.incarnation: 8}, {decode.info.host_id: 8})
+        whole = PrefixMatch({prefill.incarnation: 9, decode.incarnation: 9}, {decode.info.host_id: 8})
         await until(lambda: found() == whole, 20)
         # 2. It routes and predicts by that.
         again = await fleet.gateway.dispatcher.submit(token_request("tiny-llama", prompt, 8))
-        assert again.route["cached_own_tokens"] == 128
+        assert again.route["cached_own_tokens"] == 144
         assert [token async for delta in again for token in delta.token_ids] == tokens
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
 from control_plane.fleet.kv_clients import KvClients
 from tandem_runtime.errors import Aborted
+from tandem_runtime.kv import client
 from tests.certificates import Authority
 from tests.kv_transfer_svc.host import nothing_is_left, running_host, running_writer
 from tests.kv_transfer_svc.layout import a_layout
 
 
-async def test_a_handle_is_ended_at_the_kv_service_whose_id_it_names(tmp_path: Path) -> None:
+async def test_a_handle_is_ended_at_the_kv_service_whose_id_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_RETRY_SECONDS", (60.0,))  # beyond a call's time: nothing is tried again
     authority = Authority()
     gateway, prefill, robbed, thief = (authority.member(tmp_path, role) for role in ("gateway", "prefill", "kv", "kv"))
     clients = KvClients("gateway-1", gateway)

@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 _APPLY_SECONDS = 0.05
 _MAX_KEYS = 4_096
-"""Some 2 ms of work: so many are taken in at once, in a turn of the event loop of their own."""
+"""Some 0.6 ms of work, 2 ms in numpy: so many are taken in at once, in a turn of the event loop of their own."""
 _LONGEST_PAUSE_SECONDS = 2.0
 _KEY = np.dtype("<u8")
 _NO_KEYS: Keys = np.zeros(0, _KEY)

@@ -41,8 +41,8 @@ _REMOTE_LOOKUP_SECONDS = 2.0
 """The most for a lookup that includes another host's store; a gateway says how long that is worth waiting for."""
 _LOOKUP_SECONDS_PER_BLOCK = 0.0005
 """More for each block: reading one from disk takes about 0.15 ms, computing 16 tokens takes longer than 0.5 ms."""
-_MAP_SECONDS = 2.0
-"""The deadline for the first look into a region's memory."""
+_MAP_SECONDS = 0.25
+"""The deadline for the mapping of a region, which takes a millisecond. It goes on behind the deadline, for others."""
 _MAX_LOOKUP_ROUNDS = 3
 """A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096

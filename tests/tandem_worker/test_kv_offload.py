@@ -17,8 +17,9 @@ from structlog.testing import capture_logs
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.messages import AddRequest, FilledBlocks
+from tandem_engine.messages import AddRequest, FilledBlocks, MapRegion
 from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL
+from tandem_runtime.kv.regions import RegionGrant, RegionKind
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_worker import convert, kv_offload
 from tandem_worker.engine_link import EngineRegions
@@ -162,6 +163,31 @@ def test_another_hosts_store_is_waited_for_as_long_as_the_gateway_says() -> None
     for wait_ms, seconds in ((0, 0.25), (100, 0.25), (700, 0.7), (60_000, 2.0)):
         assert lookup_seconds(0, pb.Submit(prefix_source="far:1", prefix_wait_ms=wait_ms)) == seconds
     assert lookup_seconds(0, pb.Submit(prefix_source="far:1")) == 2.0, "a gateway of an earlier release"
+
+
+async def test_a_region_that_does_not_come_delays_no_request_and_serves_the_next_one_once_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KV service without free descriptors answers late; the request is computed here meanwhile."""
+    monkeypatch.setattr(kv_offload, "_MAP_SECONDS", 0.02)
+    async with harness(tmp_path) as here:
+        await here.fill(a_submit(), 0, NUM_BLOCKS)
+        fetch, may_come, has_come = here.link.fetch_region, asyncio.Event(), asyncio.Event()
+
+        async def late(region_id: str, kind: RegionKind = "host") -> RegionGrant:
+            await may_come.wait()
+            grant = await fetch(region_id, kind)
+            has_come.set()
+            return grant
+
+        here.link.fetch_region = late  # type: ignore[method-assign]
+        assert (await here.added(a_submit())).prefix == []
+        assert here.offload.counters["prompt_cache_failures"] == 1
+        may_come.set()
+        await has_come.wait()
+        here.link.fetch_region = fetch  # type: ignore[method-assign]
+        assert len((await here.added(a_submit())).prefix) == NUM_BLOCKS - 1
+        assert len(here.engine.sent_of(MapRegion)) == 1
 
 
 async def test_what_was_lent_before_the_deadline_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _MAX_HEARTBEAT_BYTES = 32_768
 _MAX_HEARTBEATS = 512
 """Workers of a host."""
 _MAX_POINTS_OF_POOL = 1_000_000
-"""A pool has a point for each of its blocks at most, and mostly for one of eight."""
+"""A pool has a point for each of its blocks at most; of a prompt of 125 blocks it has 13."""
 _BYTES_PER_BATCH = 4_096 * NUM_KEY_BYTES
 """A snapshot of more comes in several messages."""
 

@@ -33,6 +33,7 @@ from tandem_engine.messages import (
     MapRegion,
     Ping,
     Pong,
+    PoolPoints,
     Recompute,
     ReleaseHeld,
     ReleaseSlabs,
@@ -162,6 +163,8 @@ class _Result(NamedTuple):
     step: int
     outputs: list[RequestOutput]
     admitted: list[str]
+    points: PoolPoints | None
+    """Taken before the next step begins, which may evict what this one has stored."""
 
 
 class EngineCore:
@@ -360,14 +363,13 @@ class EngineCore:
         self.publisher.publish(sealed, filled)  # before the next launch: copies begin behind this step
         self.scheduler.record_step(flight.output, (self._monotonic() - flight.started_ns) / 1e9)
         self.renew_copy_budget()
-        return _Result(flight.output.step, outputs, admitted)
+        return _Result(flight.output.step, outputs, admitted, self.scheduler.pool.take_points())
 
     def _done(self, result: _Result) -> StepDone:
         """Report a step, with the blocks that others can read by now."""
         sealed, filled, stats = self.publisher.take_sealed(), self.publisher.take_filled(), self.scheduler.stats()
         stats.counters.update(self.publisher.state)
-        points = self.scheduler.pool.take_points()
-        return StepDone(result.step, result.outputs, sealed, stats, filled, result.admitted, points)
+        return StepDone(result.step, result.outputs, sealed, stats, filled, result.admitted, result.points)
 
     def _sampled(self, flight: _Flight) -> Mapping[str, Sequence[Sampled]] | None:
         """Return the sampled tokens, or None if the step does not count because some requests failed."""
@@ -424,4 +426,4 @@ class EngineCore:
     def _stats_only(self) -> StepDone:
         filled, admitted = self.scheduler.prefixes.take()
         self.publisher.publish([], filled)
-        return self._done(_Result(self.scheduler.num_steps, [], admitted))
+        return self._done(_Result(self.scheduler.num_steps, [], admitted, self.scheduler.pool.take_points()))

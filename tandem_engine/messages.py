@@ -220,7 +220,7 @@ class Ready(Message, frozen=True):
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
     tells_points: bool = False
-    """Whether StepDone tells which sample points the pool has."""
+    """Whether StepDone tells which sample points and ends of chains the pool has."""
 
 
 class Reserved(Message, frozen=True):
@@ -355,7 +355,7 @@ class EngineStats(_Part, frozen=True):
 
 
 class PoolPoints(_Part, frozen=True):
-    """Changes of the sample points that the pool has: the first 8 bytes of their keys, one after the other."""
+    """Changes of the sample points and ends that the pool has: the first 8 bytes of their keys, one after the other."""
 
     stored: bytes
     evicted: bytes

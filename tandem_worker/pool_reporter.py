@@ -1,4 +1,4 @@
-"""Reports which sample points the engine's pool has to the KV service of the host, which tells gateways.
+"""Reports which sample points and ends the engine's pool has to the KV service of the host, which tells gateways.
 
 A stream begins with all points; changes follow, at most four times a second. Each second it carries a heartbeat of this
 worker, too: a gateway gets those of a host in one message. A KV service of a release without such

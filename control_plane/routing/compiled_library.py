@@ -196,7 +196,10 @@ class Compared(ctypes.Structure):
 
 
 class CompiledRouting:
-    """The functions of the library. They are called with the interpreter's lock held: each takes some microseconds."""
+    """The functions of the library, called with the interpreter's lock held.
+
+    Each takes some microseconds; adding and removing places take 0.15 us for each key.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file is no library, AttributeError if a function is missing."""

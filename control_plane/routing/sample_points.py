@@ -5,7 +5,7 @@ so a place that has a sample point has the chain up to there. Events of pools, a
 requests, add the last blocks of prompts and answers, so that the next turn of a session finds all of the last one.
 
     block events of a host    the whole truth about its store and the pools that it tells of
-    this gateway's requests   count for 2 s if block events tell of the place, else until they age out
+    this gateway's requests   count for 2 s if block events tell of the place, else until they age out, as ends do
 
 Entries may be wrong: a wrong one costs time, and never changes an answer.
 """
@@ -39,7 +39,7 @@ _Ints = npt.NDArray[np.intp]
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 _BLOCKS_PER_POINT = 8
-"""A prompt of 2,000 tokens has 12 sample points and an end for its 125 blocks; a longer one has fewer per block."""
+"""A prompt of 2,000 tokens has 11 sample points and two ends for its 125 blocks; a session of short turns has more."""
 _FRESH_SECONDS = 2.0
 _SPACING = 16
 

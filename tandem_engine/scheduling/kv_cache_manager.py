@@ -212,9 +212,18 @@ class KVCacheManager:
         request.num_computed_tokens = indices.stop * self.pool.block_size
         self.register_full_blocks(request)
 
+    def mark_ends(self, request: Request) -> None:
+        """Let others be told where a prompt and its answer end, in full blocks: a session's next turn goes on there.
+
+        For a request that has done its work, before its blocks are freed or held.
+        """
+        known, limit = request.num_registered_blocks, request.max_left_blocks
+        for end in (request.num_prompt_tokens // self.pool.block_size, known):
+            if 0 < end <= known and (limit is None or end <= limit):
+                self.pool.mark_point(self._hash(request, end - 1))
+
     def hold(self, request: Request) -> None:
         """Keep a finished request's blocks until `release_held`; the pool counts them separately."""
-        self._mark_ends(request)
         self.groups.settle(request)
         self.pool.hold(blocks_of(request))
 
@@ -224,7 +233,6 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks; registered blocks can be found until they are evicted."""
-        self._mark_ends(request)
         self.pool.free(blocks_of(request))
         self._forget(request)
 
@@ -272,13 +280,6 @@ class KVCacheManager:
         while len(keys) <= index:
             keys.append(request.chain.next_key(request.token_ids, (len(keys) + 1) * self.pool.block_size))
         return keys[index]
-
-    def _mark_ends(self, request: Request) -> None:
-        """Mark the last full blocks of the prompt and of the answer: the next turn of a session goes on there."""
-        ends = request.num_prompt_tokens // self.pool.block_size, request.num_registered_blocks
-        for end in ends:
-            if 0 < end <= request.num_registered_blocks:
-                self.pool.mark_point(self._hash(request, end - 1))
 
     def _forget(self, request: Request) -> None:
         self.groups.settle(request)

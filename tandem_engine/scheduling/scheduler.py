@@ -467,6 +467,7 @@ class Scheduler:
             self._finish(request)
         else:
             request.state = RequestState.HELD
+            self._kv.mark_ends(request)
             self._kv.hold(request)
         self._shares.charge(request, len(tokens))
         return answers.first_tokens(request, tokens, self.config.context_length, self._ledger)
@@ -475,6 +476,7 @@ class Scheduler:
         if request.state is RequestState.HELD:
             self._kv.release_held(request)
         else:
+            self._kv.mark_ends(request)
             self._kv.free(request)
         request.state = RequestState.FINISHED
         self.speculator.forget(request)

@@ -1,5 +1,6 @@
-// What a routing decision does with all workers and all places of a prompt, in one pass each: compiled_library.py calls
-// it. Python does the same without this library, and tests compare the two. Nothing here allocates or throws.
+// What routing does with all workers, all places of a prompt and all changes of block events, in one pass each:
+// compiled_library.py calls it. Python does the same without this library, and tests compare the two. Nothing here
+// allocates or throws.
 
 #include "comparing.hpp"
 #include "places.hpp"

@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from tandem_engine.core import RequestsFailed
 from tandem_engine.messages import (
     AbortRequest,
+    Command,
     EngineEvent,
     Mode,
     PrefixBlock,
@@ -31,6 +32,10 @@ from tests.tandem_engine.scheduling.harness import ROOT, STOP, EngineHarness, ex
 
 SHORT, LONG = 24, 72
 """Tokens of context."""
+
+
+def keys_of(packed: bytes) -> set[bytes]:
+    return {packed[start : start + 8] for start in range(0, len(packed), 8)}
 
 
 @dataclass
@@ -113,6 +118,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness.runner.stop_positions = {17}
         self.harness.runner.copy_seconds = copy_seconds  # of a block: a load takes several steps, or none
         self.alive: dict[str, Expected] = {}
+        self.points: set[bytes] = set()
+        """As a worker's front has heard of them."""
         self.num_added = 0
         self.num_slots = 0
 
@@ -173,7 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.num_slots += 1
             self.harness.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
             slots.append(self.num_slots)
-        self.harness.core.handle(slab(name, first_block, slots, group=group))
+        self.handle(slab(name, first_block, slots, group=group))
 
     @rule(name=requests)
     def import_all(self, name: str) -> None:
@@ -183,22 +190,32 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=requests)
     def start_decode(self, name: str) -> None:
         if name in self.alive:
-            self.harness.core.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
+            self.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
 
     @rule(name=requests)
     def recompute(self, name: str) -> None:
-        self.harness.core.handle(Recompute(name))
+        self.handle(Recompute(name))
 
     @rule(name=consumes(requests))
     def abort(self, name: str) -> None:
         """Abort a request; without overlap at once, else perhaps behind the running step, which may still answer it."""
-        self.harness.core.handle(AbortRequest(name))
+        self.handle(AbortRequest(name))
         if self.alive.pop(name, None) is not None:
             self.aborted.add(name)
 
     @rule(name=requests)
     def release(self, name: str) -> None:
-        self.harness.core.handle(ReleaseHeld(name))
+        self.handle(ReleaseHeld(name))
+
+    def handle(self, command: Command) -> None:
+        for event in self.harness.core.handle(command):
+            self.hear(event)
+
+    def hear(self, event: EngineEvent) -> None:
+        if isinstance(event, StepDone) and event.points is not None:
+            stored, evicted = keys_of(event.points.stored), keys_of(event.points.evicted)
+            assert not stored & self.points and evicted <= self.points, "told twice, or of what nobody has heard"
+            self.points = self.points - evicted | stored
 
     def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
         prefix = []
@@ -234,6 +251,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.harness.pool.check()
 
     @invariant()
+    def what_is_told_of_the_pool_is_what_the_pool_has(self) -> None:
+        if hasattr(self, "harness"):
+            pool = self.harness.pool
+            has = {block_hash[:8] for block in pool._points if (block_hash := pool._hashes[block]) is not None}
+            changed = pool._changed_points
+            assert self.points - changed.keys() | {key for key, is_stored in changed.items() if is_stored} == has
+
+    @invariant()
     def no_request_has_blocks_behind_its_window_or_more_than_it_may(self) -> None:
         if not hasattr(self, "harness") or self.num_groups == 1:
             return
@@ -266,6 +291,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.harness.core._flight = None
             return
         for event in events:
+            self.hear(event)
             if isinstance(event, RequestFailed) and event.request_id not in self.aborted:
                 del self.alive[event.request_id]
             elif isinstance(event, StepDone):

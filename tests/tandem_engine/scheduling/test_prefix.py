@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem_engine.messages import FilledBlocks
+from tandem_engine.messages import AbortRequest, FilledBlocks, StepDone
 from tandem_engine.scheduling.block_hash import hash_blocks
 from tests.tandem_engine.scheduling.harness import ROOT, EngineHarness, kv_of, tokens_of
 
@@ -147,6 +147,34 @@ def test_steps_tell_where_a_prompt_and_its_answer_end() -> None:
     harness.add("b", [*prompt, *answer[:-1]], root=ROOT, max_tokens=1)
     assert harness.step().points is None
     harness.assert_nothing_is_left()
+
+
+def test_with_overlap_what_one_step_stores_and_the_next_evicts_is_told_in_this_order() -> None:
+    """A request that is given up marks its ends as its step has ended, and the next one takes its blocks at once."""
+    harness = EngineHarness(num_blocks=5, overlaps=True)
+    harness.add("a", list(range(15)), root=ROOT, max_tokens=4)
+    events = harness.turn()
+    harness.add("b", list(range(100, 115)), root=ROOT, max_tokens=4)
+    harness.core.handle(AbortRequest("a"))
+    while harness.core.has_work():
+        events += harness.turn()
+    end = bytes.fromhex(_hashes(list(range(12)))[2])[:8]
+    points = [event.points for event in events if isinstance(event, StepDone) and event.points is not None]
+    told = [name for each in points for name in ("evicted", "stored") if end in getattr(each, name)]
+    assert told == ["stored", "evicted"]
+    harness.assert_nothing_is_left()
+
+
+def test_a_request_that_leaves_nothing_tells_of_no_end() -> None:
+    """Neither does it tell how much of its prompt was cached already."""
+    for max_left_blocks, num_told in ((None, 2), (2, 1), (0, 0)):
+        harness = EngineHarness()
+        harness.add("a", list(range(14)), root=ROOT, max_tokens=1)
+        harness.step()
+        harness.add("b", [*range(9), *range(50, 56)], root=ROOT, max_tokens=3, max_left_blocks=max_left_blocks)
+        told = b"".join(done.points.stored for done in (harness.step() for _ in range(3)) if done.points is not None)
+        assert len(told) == 8 * num_told
+        harness.assert_nothing_is_left()
 
 
 def test_an_end_that_was_evicted_is_not_told() -> None:

@@ -806,7 +806,7 @@ class ReadBlocksRequest(message.Message):
 class BlockEventsRequest(message.Message):
     """A sample point is a block that ends 16, 32, 64 or 128 tokens after the beginning of its chain, or a multiple of 256.
     It is named by the first 8 bytes of its key. Whoever has it has the chain up to there. Of a pool, the last full blocks
-    of prompts and of answers are told as well (not by release 0.2).
+    of prompts and of answers are told as well.
     """
 
     DESCRIPTOR: descriptor.Descriptor

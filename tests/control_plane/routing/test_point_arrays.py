@@ -1,4 +1,4 @@
-"""The library names and takes away places as numpy does: the same places, in the same order, with the same marks."""
+"""The library names and takes away places as numpy does: the same places in the same order, marks and stamps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ARE_HOSTS = np.arange(MAX_PLACE_ID + 1) % 3 == 0
 
 
 def rows_of(arrays: PointArrays) -> dict[int, list[int]]:
-    """Return the places of each key, with their marks."""
-    keys = arrays._keys.reshape(-1)
-    return {int(keys[slot]): arrays._places[slot].tolist() for slot in np.flatnonzero(keys)}
+    """Return the places of each key, with their marks, and the key's stamp."""
+    keys, stamps = arrays._keys.reshape(-1), arrays._stamps.reshape(-1)
+    return {int(keys[slot]): [*arrays._places[slot].tolist(), int(stamps[slot])] for slot in np.flatnonzero(keys)}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,4 +68,4 @@ def test_of_more_points_at_once_than_fit_as_many_as_fit_are_kept(in_order: bool)
         rows = rows_of(arrays)
         assert len(rows) == 16
         place_of = dict(zip(keys.tolist(), range(1, 101), strict=True))
-        assert all(place_of[key] in row for key, row in rows.items())
+        assert all(place_of[key] in row[:-1] for key, row in rows.items())

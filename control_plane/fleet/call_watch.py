@@ -57,6 +57,8 @@ class Record:
     num_good_in_a_row: int = 0
     last_good_at: float = -1.0
     last_bad_at: float = -1.0
+    last_slow_at: float = -1.0
+    """When the last slow answer came that counts."""
     last_output_at: float = -1.0
     waiting: dict[CallWatch, None] = field(default_factory=dict)
     """Calls without a first token, in the order that they were sent."""

@@ -170,6 +170,27 @@ def test_a_worker_much_slower_than_its_peers_is_ejected() -> None:
     assert "times as long as its peers" in world.health.status(world.worker("a")).reason
 
 
+def test_calls_that_waited_together_are_slow_once() -> None:
+    """A worker stood still for a moment; its caches are worth more than three calls of that moment show."""
+    world = World("abc")
+    for _ in range(3):
+        world.answer("b")
+        world.answer("c")
+
+    def stand_still() -> None:
+        waiting = [world.send("a") for _ in range(20)]
+        world.now += 10 * PREDICTED
+        for watch in waiting:
+            watch.output()
+            world.now += 0.001
+
+    stand_still()
+    assert world.status("a") == "ok"
+    stand_still()
+    stand_still()
+    assert world.status("a") == "ejected", "it was slow three times in a row"
+
+
 def test_a_slow_acceptance_counts_as_a_slow_answer() -> None:
     world = World("abc")
     for _ in range(3):

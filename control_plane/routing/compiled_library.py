@@ -76,6 +76,7 @@ class Asked(ctypes.Structure):
     from_host: int
     has_key: int
     key: int
+    is_new_session: int
     light_load: float
     avoid: int | None
     out: int | None
@@ -97,6 +98,7 @@ class Asked(ctypes.Structure):
         ("from_host", _INT),
         ("has_key", _INT),
         ("key", ctypes.c_uint64),
+        ("is_new_session", _INT),
         ("light_load", _DOUBLE),
         ("avoid", _POINTER),
         ("out", _POINTER),

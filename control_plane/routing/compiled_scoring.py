@@ -90,7 +90,7 @@ class CompiledScoring:
             asked.typical_rate = typical_rate(table, self._costs)
         asked.has_key = key is not None
         if key is not None:
-            asked.key = key
+            asked.key, asked.is_new_session = key, choice.is_new_session
         asked.most_picked, asked.draw = num_picked(table), choice.draw
         if not (choice.avoid or choice.out):
             asked.num_avoid = asked.num_out = 0

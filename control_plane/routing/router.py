@@ -149,7 +149,7 @@ class Router:
         self.health = health or WorkerHealth(registry)
         self.prefixes = SamplePointIndex() if prefixes is None else prefixes  # an empty one is falsy
         self.costs = CostModel(registry, self.in_flight, self.prefixes, clock)
-        self._columns = WorkerColumns(registry, self.in_flight, self.costs, self.health)
+        self._columns = WorkerColumns(registry, self.in_flight, self.costs, self.health, self.affinity)
         scoring = CompiledScoring(compiled, self.costs, clock) if compiled else NumpyScoring(self.costs, clock)
         self._shortlist = Shortlist(registry, self.costs, self.health, scoring, self._rng, clock)
         self._comparing = None
@@ -370,20 +370,41 @@ class Router:
         return options, num_ties
 
     def _with_affinity(self, options: list[ComparedDecode], query: Query) -> list[ComparedDecode]:
-        """Put the session's last worker first, or that of the request's key, unless it is much busier than the best."""
-        best = options[0]
-        for place, option in enumerate(options):
-            worker = option.estimate.worker
+        """Put the worker of the session or of the request's key first, unless it is much later than the best."""
+        best, place = options[0], self._favoured(options, query)
+        if place:
+            option = options[place]
+            worker, most_ms, is_near = option.estimate.worker, _most_ms(best.cost[1]), False
             if worker.incarnation == query.last.decode:
+                most_ms = best.cost[1] + _SLACK_MS
                 is_near = self._decode_load(worker) <= _AFFINITY_SLACK * self._decode_load(best.estimate.worker)
-            elif worker.incarnation in query.homes:
-                is_near = option.cost[0] <= best.cost[0] and option.cost[1] <= _most_ms(best.cost[1])
-            else:
-                continue
-            if is_near:
+            if is_near or (option.cost[0] <= best.cost[0] and option.cost[1] <= most_ms):
                 options.insert(0, options.pop(place))
-            break
         return options
+
+    def _favoured(self, options: Sequence[ComparedDecode], query: Query) -> int | None:
+        """Return the place of the worker to prefer: the session's last one, if no other has more of the prompt.
+
+        Else another gateway has sent the session elsewhere, and this is the worker that has most of the prompt, if it
+        has half. Without either, the worker of the request's key.
+        """
+        if query.request.session_id:
+            last, most, holder, num_holders = None, 0, 0, 0
+            for place, option in enumerate(options):
+                estimate = option.estimate
+                if estimate.worker.incarnation == query.last.decode:
+                    last = place
+                if (num_own := estimate.cached.own) > most:
+                    most, holder, num_holders = num_own, place, 1
+                elif num_own == most:
+                    num_holders += 1
+            if last is not None and options[last].estimate.cached.own == most:
+                return last
+            if num_holders == 1 and 2 * most >= query.request.num_prompt_tokens:
+                return holder
+        if not query.homes:
+            return None
+        return next((n for n, each in enumerate(options) if each.estimate.worker.incarnation in query.homes), None)
 
     def _decode_load(self, worker: Worker) -> float:
         """Return the share of its pool's tokens that a decode worker would have in flight with one more."""

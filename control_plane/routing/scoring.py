@@ -28,6 +28,7 @@ from control_plane.routing.worker_table import (
     MY_QUEUE,
     REPORTED,
     ROOM,
+    SESSIONS,
     Bools,
     Floats,
     WorkerTable,
@@ -50,6 +51,8 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     """Rows that get no request."""
     out: list[int]
     """Rows that are nobody's home."""
+    is_new_session: bool
+    """Whether the key is of a session, which has no worker yet."""
     draw: float
     """A random number, at least 0 and below 1: decides between workers that are about as good."""
 
@@ -151,6 +154,8 @@ def _scored(
         if choice.out:
             may_take[choice.out] = False
         weights = table.pool_weights if rates is None else table.weights(rates)
+        if choice.is_new_session:
+            may_take = rendezvous.with_few_sessions(may_take, weights, table.columns[SESSIONS])
         light_load = LIGHT_LOAD * weights.total if rates is None else 0.0
         home = rendezvous.home(table, choice.key, weights, loads, may_take, light_load)
     same = None if same_load is None else (loads, same_load)

@@ -208,7 +208,9 @@ class Shortlist:
                 avoid = avoid + table.unreached(self._registry.kv_addresses())
             if not is_last_resort:
                 avoid = avoid + out + table.detached(self._health.attached)
-            found = query.choices[table.key, is_last_resort] = Choice(key, avoid, out, self.drawn())
+            is_new_session = bool(query.request.session_id)
+            found = Choice(key, avoid, out, is_new_session, self.drawn())
+            query.choices[table.key, is_last_resort] = found
         return found
 
     def drawn(self) -> float:

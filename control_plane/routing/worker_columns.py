@@ -16,6 +16,7 @@ from control_plane.routing.cost_model import SHARE_OF_OTHERS, CostModel, InFligh
 from control_plane.routing.groups import Group, index_space
 from control_plane.routing.hand_overs import chunk_tokens
 from control_plane.routing.pair_columns import PairColumns
+from control_plane.routing.session_affinity import SessionAffinity
 from control_plane.routing.store_columns import StoreColumns
 from control_plane.routing.worker_table import (
     ANSWER_RATE,
@@ -29,6 +30,7 @@ from control_plane.routing.worker_table import (
     PREDICTED,
     RATE,
     ROOM,
+    SESSIONS,
     TableKey,
     WorkerTable,
 )
@@ -39,10 +41,17 @@ _ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 
 
 class WorkerColumns:
-    """The tables by role and model. Listens to registry, calls in flight, cost model and health."""
+    """The tables by role and model. Listens to registry, calls in flight, cost model, health and sessions."""
 
-    def __init__(self, registry: WorkerRegistry, in_flight: InFlight, costs: CostModel, health: WorkerHealth) -> None:
-        self._in_flight, self._costs, self._health = in_flight, costs, health
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        in_flight: InFlight,
+        costs: CostModel,
+        health: WorkerHealth,
+        affinity: SessionAffinity,
+    ) -> None:
+        self._in_flight, self._costs, self._health, self._affinity = in_flight, costs, health, affinity
         self._tables: dict[tuple[pb.WorkerRole.ValueType, str], dict[TableKey, WorkerTable]] = {}
         self._table_of: dict[str, WorkerTable] = {}
         self._groups: dict[tuple[str, bytes], list[Group]] = {}
@@ -55,6 +64,7 @@ class WorkerColumns:
         costs.stores.listen(self)
         costs.ask_means(self)
         health.listen(self._waits)
+        affinity.listen(self._arrived)
         for worker in registry.workers():
             self._changed(worker, True)
 
@@ -183,6 +193,11 @@ class WorkerColumns:
             row, columns = table.row_of[incarnation], table.columns
             columns[BEGAN][row], columns[PREDICTED][row] = self._health.oldest_begun(incarnation)
 
+    def _arrived(self, incarnation: str) -> None:
+        table = self._table_of.get(incarnation)
+        if table is not None:
+            table.columns[SESSIONS][table.row_of[incarnation]] = self._affinity.num_arrived(incarnation)
+
     def _values(self, worker: Worker) -> tuple[float, ...]:
         """Return a row, in the order of the columns."""
         figures = worker.figures
@@ -203,6 +218,7 @@ class WorkerColumns:
             chunk_tokens(figures),
             figures.bytes_per_token,
             *self._health.oldest_begun(worker.incarnation),
+            self._affinity.num_arrived(worker.incarnation),
         )
 
     def _with_sent(self, worker: Worker) -> tuple[float, ...]:

@@ -45,7 +45,8 @@ Bools = npt.NDArray[np.bool_]
     BYTES,
     BEGAN,
     PREDICTED,
-) = range(23)
+    SESSIONS,
+) = range(24)
 """Columns, in units and meaning:
 
     RATE, ANSWER_RATE        prompt tokens and sampled tokens per second; 0: not known
@@ -74,8 +75,12 @@ What only the comparison of a few workers reads:
     BYTES                    of a token in its KV pool
     BEGAN                    when the call that waits the longest began, seconds of the workers' health; inf: none has
     PREDICTED                seconds that it was to take until its first token
+
+What only the choice of a new session's worker reads:
+
+    SESSIONS                 of the sessions that came to a worker lately, by this gateway, those that came to this one
 """
-NUM_COLUMNS = PREDICTED + 1
+NUM_COLUMNS = SESSIONS + 1
 
 
 class TableKey(NamedTuple):

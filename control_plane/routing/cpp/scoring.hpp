@@ -28,9 +28,19 @@ inline int64_t home_of(const Table& table, const Asked& asked) {
   load = std::max(asked.light_load * total, load);
   for (int64_t host = 0; host < hosts; ++host) table.of_hosts[host] /= logarithm(table.host_hashes[host], asked.key);
 
-  const auto is_open = [&](int64_t row) {
-    if (!(table.score[row] < kLast / 2) || !(table.loads[row] * share <= table.weights[row] * load)) return false;
+  const auto may_take = [&](int64_t row) {
+    if (!(table.score[row] < kLast / 2)) return false;
     return std::find(asked.out, asked.out + asked.num_out, row) == asked.out + asked.num_out;
+  };
+  const double* sessions = column(table, kSessions);
+  double num_sessions = 0, of_sessions = 0;
+  for (int64_t row = 0; asked.is_new_session && row < rows; ++row)
+    if (may_take(row)) num_sessions += sessions[row], of_sessions += table.weights[row];
+  const double most_sessions = kMaxSessions * num_sessions;
+  const auto is_open = [&](int64_t row) {
+    if (!(table.loads[row] * share <= table.weights[row] * load)) return false;
+    if (asked.is_new_session && !(sessions[row] * of_sessions <= most_sessions * table.weights[row])) return false;
+    return may_take(row);
   };
   const auto best_on = [&](int64_t host) {
     int64_t found = -1;

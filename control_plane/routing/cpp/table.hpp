@@ -9,7 +9,7 @@ namespace tandem {
 // As in scoring.py and rendezvous.py.
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kLast = 1e12;
-constexpr double kMaxShare = 1.25;
+constexpr double kMaxShare = 1.25, kMaxSessions = 1.1;
 constexpr int kMostPicked = 8;
 constexpr uint64_t kOdd1 = 0xFF51AFD7ED558CCD, kOdd2 = 0xC4CEB9FE1A85EC53;
 
@@ -17,7 +17,7 @@ constexpr uint64_t kOdd1 = 0xFF51AFD7ED558CCD, kOdd2 = 0xC4CEB9FE1A85EC53;
 enum Column {
   kRate, kBeat, kReported, kPool, kBlock, kLargest, kStep, kWaits, kAnswerRate, kMyPrompts, kMyQueue, kHeld, kAnswers,
   kDelay, kRoom, kFree, kOwnTokens, kOwnSeconds, kKv, kChunk, kBytes, kBegan,
-  kPredicted
+  kPredicted, kSessions
 };
 
 struct Table {
@@ -49,6 +49,7 @@ struct Asked {
   int64_t from_host;                      // its number; -1: none of these
   int64_t has_key;
   uint64_t key;
+  int64_t is_new_session;   // the key's
   double light_load;        // share of all weights
   const int64_t *avoid, *out;  // rows: never; no home of a key
   int64_t num_avoid, num_out;

@@ -84,11 +84,12 @@ def figures(
 ) -> dict[str, float]:
     """Return flat figures. `warm_up`: the share of requests, the earliest, that are left out: caches are cold.
 
-    Times are those of answers; shares in budget are of all requests, unless they say otherwise.
+    Times are those of answers; shares in budget are of all requests, unless they say otherwise. Rates are over the whole
+    run: agents go on when they are answered, so whoever is quick with the first requests has longer for the others.
     """
     together: list[Answered | Refused] = [*answers, *refused]
-    every = sorted(together, key=lambda each: each.arrived_at)
-    every = every[int(warm_up * len(every)) :]
+    everything = sorted(together, key=lambda each: each.arrived_at)
+    every = everything[int(warm_up * len(everything)) :]
     counted = [each for each in every if isinstance(each, Answered)]
     turned_away = [each for each in every if isinstance(each, Refused)]
     if not counted:
@@ -96,7 +97,7 @@ def figures(
     ttfts = sorted(answer.ttft_seconds for answer in counted)
     tpots = sorted(answer.tpot_seconds for answer in counted)
     num_prompt_tokens = sum(answer.request.num_prompt_tokens for answer in counted)
-    seconds = max(1e-9, every[-1].arrived_at - every[0].arrived_at)
+    seconds = max(1e-9, everything[-1].arrived_at - everything[0].arrived_at) * len(every) / len(everything)
     good = [answer for answer in counted if budgets.are_met(answer)]
     return {
         "num_requests": len(every),

@@ -180,3 +180,16 @@ def test_figures_count_what_is_in_both_budgets_after_the_warm_up() -> None:
     assert (found["num_requests"], found["goodput_share"]) == (2, 0.5)
     assert found["ttft_ms.p99"] == pytest.approx(5000 + 50 * 10), "50 steps of 100 tokens"
     assert figures(answers, Budgets(1.0, 0.001))["goodput_share"] == 0
+
+
+def test_who_is_quick_with_the_first_requests_has_no_lower_rate_for_the_others() -> None:
+    """Two runs of 10 requests that last 18 s each; in one of them the first half took longer."""
+    (answer,) = Simulation(
+        fleet(0, 1), [Fixed(Placement(None, (0,)))], [request(0, prompt=50, answer=5, arrival=0)]
+    ).run()
+    took = answer.ended_at - answer.arrived_at
+    for arrivals in ([*range(9), 18.0], [0.0, *range(10, 19)]):
+        answers = [replace(answer, arrived_at=at, ended_at=at + took, first_token_at=at + took) for at in arrivals]
+        found = figures(answers, Budgets(ttft_seconds=60.0, tpot_seconds=60.0), warm_up=0.5)
+        assert found["num_requests"] == 5
+        assert found["requests_per_second"] == found["goodput_per_second"] == pytest.approx(10 / 18)

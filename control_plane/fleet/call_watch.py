@@ -58,7 +58,7 @@ class Record:
     last_good_at: float = -1.0
     last_bad_at: float = -1.0
     last_slow_at: float = -1.0
-    """When the last slow answer came that counts."""
+    """When the last outcome came that counts as slow."""
     last_output_at: float = -1.0
     waiting: dict[CallWatch, None] = field(default_factory=dict)
     """Calls without a first token, in the order that they were sent."""

@@ -5,8 +5,8 @@ that; the calls of this gateway do. Each watched call gives one outcome: `ok`, `
 order that a sick worker passes them:
 
 1. ok. Three bad outcomes in a row, or half of the last 10 to 20 within 30 s, eject the worker. `slow` never ejects more
-   than half of a model's workers of a role, and counts once for all calls that waited together: the worker may have
-   stood still for a moment. `failed` may eject any number.
+   than half of a model's workers of a role; `failed` may eject any number. Slow answers to calls that waited together,
+   without a good one between them, are one: the worker may have stood still for a moment.
 2. ejected, for 1 s; 2, 4 and at most 8 s if it fails again. It gets no requests.
 3. probation. It gets a copy of one request at a time (`dispatch/trials.py`), whose answer nobody waits for. Three good
    outcomes in a row reinstate it; one bad outcome ejects it again.
@@ -184,12 +184,10 @@ class WorkerHealth:
         if not self._is_out(record):
             times.add(record.worker.incarnation, watch.sent_at, accept_seconds, took, watch.predicted_seconds)
             self._ratios.clear()
-        if not is_slow:
-            self._count(record, watch.sent_at, "ok")
-        elif watch.sent_at >= record.last_slow_at:  # else the worker has paid for that moment
-            record.last_slow_at = now
-            reason = f"its first tokens took {took:.2f} s, at least {SLOW_TIMES:g} times as long as its peers'"
-            self._count(record, watch.sent_at, "slow", reason)
+        if is_slow and began_at < record.last_slow_at and record.last_good_at < record.last_slow_at:
+            return  # the worker stood still, and has paid for that moment
+        reason = f"its first tokens took {took:.2f} s, at least {SLOW_TIMES:g} times as long as its peers'"
+        self._count(record, watch.sent_at, "slow" if is_slow else "ok", reason)
 
     def failed(self, watch: CallWatch, reason: str, cause: Cause, *, is_certain: bool) -> None:
         """A call has failed; see `CallWatch.failed`."""
@@ -267,6 +265,8 @@ class WorkerHealth:
                 self._reinstate(record)
             return
         record.last_bad_at = now
+        if outcome == "slow":
+            record.last_slow_at = now
         record.num_bad_in_a_row += IN_A_ROW if is_certain else 1
         record.num_good_in_a_row = 0
         if self._is_out(record):

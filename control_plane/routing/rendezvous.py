@@ -1,4 +1,4 @@
-"""Chooses a worker for a key as every other gateway does, without talking to them.
+"""Chooses a worker for a key, mostly as every other gateway does, without talking to them.
 
 Weighted rendezvous hashing: each worker draws a number from its own name and the key, and `-weight / ln(number)` ranks
 them. So a worker gets keys in proportion to its weight, and one that comes or goes moves no keys between others. Hosts
@@ -22,7 +22,7 @@ from control_plane.routing.worker_table import Floats, Hosts, Weights, WorkerTab
 MAX_SHARE = 1.25
 """A worker gets no more keys while its load is above so many times its share of the whole load."""
 MAX_SESSIONS = 1.1
-"""A worker gets no new sessions while more than so many times its share of the latest ones have come to it.
+"""A worker gets no new sessions while it has had more than so many times its share of the latest ones.
 
 By lot alone, the busiest of four workers gets more than 1.25 times its share of 64 sessions in four of ten fleets.
 """

@@ -206,17 +206,20 @@ class Router:
     def _choose_group(self, routes: Sequence[tuple[Group, Route]], query: Query) -> Route:
         """Return one group's route: the session's, that of a known prefix, or one by free capacity.
 
-        As with workers, the session's group may be somewhat busier than others, and the one with the prefix must be
-        sooner.
+        As with workers, the session's group may be somewhat busier than others unless one of these has more of the
+        prompt, and the one with the prefix must be sooner.
         """
         able = [(group, route) for group, route in routes if not route.cost[0] and not self.is_busy(route.decodes)]
         able = able or list(routes)
         if self.must_hand_over(query.request):
             able = [(group, route) for group, route in able if route.prefill is not None] or able
         least_load = min(self._decode_load(route.decodes[0]) for _, route in able)
+        most_own = max(route.own_tokens(route.decodes[0]) for _, route in able)
         for _, route in able:
             first = route.decodes[0]
-            if first.incarnation == query.last.decode and self._decode_load(first) <= _AFFINITY_SLACK * least_load:
+            if first.incarnation != query.last.decode or route.own_tokens(first) < most_own:
+                continue
+            if self._decode_load(first) <= _AFFINITY_SLACK * least_load:
                 return route
         weights = self._shortlist.free_capacities([group for group, _ in able], query)
         ((_, drawn),) = self._rng.choices(able, weights)

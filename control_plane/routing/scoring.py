@@ -46,11 +46,11 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     """Which workers of a table a request may go to."""
 
     key: int | None
-    """Of the worker that every gateway would choose; None: none is looked for."""
+    """Of the worker that other gateways would choose, too; None: none is looked for."""
     avoid: list[int]
     """Rows that get no request."""
     out: list[int]
-    """Rows that are nobody's home."""
+    """Rows that are nobody's home; of the last resort."""
     is_new_session: bool
     """Whether the key is of a session, which has no worker yet."""
     draw: float

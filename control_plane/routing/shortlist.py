@@ -70,7 +70,7 @@ class Query:
     numerics_class: str = ""
     """Only decode workers of this class; "": of any."""
     homes: set[str] = field(default_factory=set)
-    """Workers that this request goes to at any gateway, unless others are much sooner: nobody has its beginning."""
+    """The workers of the key: this request goes there unless others are much sooner, as nobody has its beginning."""
     choices: dict[tuple[TableKey, bool], Choice] = field(default_factory=dict)
     """By table, and whether it is the last resort."""
     drawn_tie: int | None = None
@@ -207,7 +207,7 @@ class Shortlist:
             if table.key.role == pb.WORKER_ROLE_PREFILL:  # others get a prompt's cache through its KV service
                 avoid = avoid + table.unreached(self._registry.kv_addresses())
             if not is_last_resort:
-                avoid = avoid + out + table.detached(self._health.attached)
+                avoid, out = avoid + out + table.detached(self._health.attached), []
             is_new_session = bool(query.request.session_id)
             found = Choice(key, avoid, out, is_new_session, self.drawn())
             query.choices[table.key, is_last_resort] = found

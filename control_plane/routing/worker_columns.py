@@ -30,7 +30,6 @@ from control_plane.routing.worker_table import (
     PREDICTED,
     RATE,
     ROOM,
-    SESSIONS,
     TableKey,
     WorkerTable,
 )
@@ -51,7 +50,7 @@ class WorkerColumns:
         health: WorkerHealth,
         affinity: SessionAffinity,
     ) -> None:
-        self._in_flight, self._costs, self._health, self._affinity = in_flight, costs, health, affinity
+        self._in_flight, self._costs, self._health = in_flight, costs, health
         self._tables: dict[tuple[pb.WorkerRole.ValueType, str], dict[TableKey, WorkerTable]] = {}
         self._table_of: dict[str, WorkerTable] = {}
         self._groups: dict[tuple[str, bytes], list[Group]] = {}
@@ -64,7 +63,7 @@ class WorkerColumns:
         costs.stores.listen(self)
         costs.ask_means(self)
         health.listen(self._waits)
-        affinity.listen(self._arrived)
+        affinity.listen(self._session_came)
         for worker in registry.workers():
             self._changed(worker, True)
 
@@ -193,13 +192,13 @@ class WorkerColumns:
             row, columns = table.row_of[incarnation], table.columns
             columns[BEGAN][row], columns[PREDICTED][row] = self._health.oldest_begun(incarnation)
 
-    def _arrived(self, incarnation: str) -> None:
+    def _session_came(self, incarnation: str, left: str) -> None:
         table = self._table_of.get(incarnation)
         if table is not None:
-            table.columns[SESSIONS][table.row_of[incarnation]] = self._affinity.num_arrived(incarnation)
+            table.session_came(incarnation, left)
 
     def _values(self, worker: Worker) -> tuple[float, ...]:
-        """Return a row, in the order of the columns."""
+        """Return a row, in the order of the columns, but for the last one."""
         figures = worker.figures
         is_whole = not figures.pool_tokens or figures.context_length <= figures.pool_tokens
         return (
@@ -218,7 +217,6 @@ class WorkerColumns:
             chunk_tokens(figures),
             figures.bytes_per_token,
             *self._health.oldest_begun(worker.incarnation),
-            self._affinity.num_arrived(worker.incarnation),
         )
 
     def _with_sent(self, worker: Worker) -> tuple[float, ...]:

@@ -78,9 +78,11 @@ What only the comparison of a few workers reads:
 
 What only the choice of a new session's worker reads:
 
-    SESSIONS                 of the sessions that came to a worker lately, by this gateway, those that came to this one
+    SESSIONS                 sessions that this gateway has sent to the worker; the older ones count for less and less
 """
 NUM_COLUMNS = SESSIONS + 1
+_MAX_SESSIONS = 64
+"""Of a worker, in the mean: once there are more, each counts for half."""
 
 
 class TableKey(NamedTuple):
@@ -182,12 +184,16 @@ class WorkerTable:
         return len(self.incarnations)
 
     def put(self, worker: Worker, values: Sequence[float]) -> None:
-        """Add a worker or change its row."""
+        """Add a worker or change its row. `values`: all columns but SESSIONS.
+
+        A new worker counts as having had as many sessions as the others: it gets as many of the next ones, not all.
+        """
         row = self.row_of.get(worker.incarnation)
         if row is None:
             row = len(self)
             if row == self._values.shape[1]:
                 self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+            self._values[SESSIONS, row] = round(float(self._values[SESSIONS, :row].mean())) if row else 0
             self.row_of[worker.incarnation] = row
             self.incarnations.append(worker.incarnation)
             self.workers.append(worker)
@@ -198,7 +204,7 @@ class WorkerTable:
             self._unreached = None
         self.workers[row] = worker
         was = self._values[:, row].tolist()
-        self._values[:, row] = values
+        self._values[:SESSIONS, row] = values
         if was[POOL] != values[POOL] or was[LARGEST] != values[LARGEST]:  # seldom: when a pool is reported first
             self._pool_weights = self._least_largest = None
         if was[STEP] != values[STEP]:
@@ -290,6 +296,15 @@ class WorkerTable:
         columns = self.columns
         columns[RATE][row], columns[OWN_TOKENS][row], columns[OWN_SECONDS][row] = rate, own_tokens, own_seconds
         self._rates = self._has_all_rates = None
+
+    def session_came(self, incarnation: str, left: str) -> None:
+        """Count a session at a worker, and no more at the one that it left; "" if it is new."""
+        sessions, row = self.columns[SESSIONS], self.row_of.get(left)
+        if row is not None:
+            sessions[row] = max(0.0, sessions.item(row) - 1)
+        sessions[self.row_of[incarnation]] += 1
+        if float(sessions.sum()) > _MAX_SESSIONS * len(self):
+            sessions *= 0.5
 
     def detached(self, attached: Attached) -> list[int]:
         """Return the rows of the workers to which this gateway has no stream."""

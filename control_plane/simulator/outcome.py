@@ -84,8 +84,8 @@ def figures(
 ) -> dict[str, float]:
     """Return flat figures. `warm_up`: the share of requests, the earliest, that are left out: caches are cold.
 
-    Times are those of answers; shares in budget are of all requests, unless they say otherwise. Rates are over the whole
-    run: agents go on when they are answered, so whoever is quick with the first requests has longer for the others.
+    Times are those of answers; shares in budget are of all requests, unless they say otherwise. Rates are over the
+    whole run: agents go on when they are answered, so whoever is quick with the first requests has longer for the rest.
     """
     together: list[Answered | Refused] = [*answers, *refused]
     everything = sorted(together, key=lambda each: each.arrived_at)

@@ -191,6 +191,35 @@ def test_calls_that_waited_together_are_slow_once() -> None:
     assert world.status("a") == "ejected", "it was slow three times in a row"
 
 
+def test_calls_that_waited_together_are_slow_each_while_others_are_answered_in_time() -> None:
+    world = World("abc")
+    for _ in range(3):
+        world.answer("b")
+        world.answer("c")
+    waiting = [world.send("a") for _ in range(10)]
+    world.now += 10 * PREDICTED
+    for watch in waiting:
+        watch.output()
+        if world.status("a") == "ok":
+            world.answer("a")
+    assert world.status("a") == "ejected", "half of its answers were slow"
+
+
+def test_a_call_that_began_after_a_slow_answer_is_slow_by_itself() -> None:
+    """Decode workers have their calls long before prefill has the first token."""
+    world = World("abc")
+    for _ in range(3):
+        world.answer("b")
+        world.answer("c")
+    sent_early = [world.send("a", predicted=None) for _ in range(3)]
+    for watch in sent_early:
+        watch.accepted()
+        watch.begin(PREDICTED)
+        world.now += 10 * PREDICTED
+        watch.output()
+    assert world.status("a") == "ejected"
+
+
 def test_a_slow_acceptance_counts_as_a_slow_answer() -> None:
     world = World("abc")
     for _ in range(3):

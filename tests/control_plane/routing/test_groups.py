@@ -218,6 +218,15 @@ def test_a_session_stays_in_its_group_unless_that_is_much_busier() -> None:
     assert fleet.draws(50, asked)["d-old"] > 10
 
 
+def test_a_session_that_another_gateway_has_moved_to_another_group_is_not_kept() -> None:
+    fleet = two_classes()
+    fleet.router.affinity.remember("s", SessionRoute("p-new", "d-new"))
+    asked = replace(PROMPT, session_id="s")
+    assert fleet.draws(20, asked) == {"d-new": 20}
+    fleet.learn("d-old", 30, "")
+    assert fleet.draws(50, asked)["d-old"] > 10
+
+
 def test_an_answer_that_moves_prefers_its_class_and_else_takes_any() -> None:
     fleet = two_classes()
     fleet.add("d-old-2", DECODE)

@@ -14,7 +14,7 @@ from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.groups import index_space
 from control_plane.routing.rendezvous import MAX_SHARE, home, key_of
 from control_plane.routing.session_affinity import SessionRoute
-from control_plane.routing.worker_table import NUM_COLUMNS, TableKey, WorkerTable
+from control_plane.routing.worker_table import SESSIONS, TableKey, WorkerTable
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.routing.test_worker_columns import CHAIN, DECODE, GRAIN, NUM_WORKERS, PROMPT, Harness
 
@@ -26,7 +26,7 @@ def table_of(*workers: tuple[str, str]) -> WorkerTable:
     table = WorkerTable(TableKey(DECODE, "m", b"", b"", b"", ""))
     for name, host in workers:
         info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=DECODE, host_id=host)
-        table.put(Worker(info, pb.LoadReport(), 0.0), [0.0] * NUM_COLUMNS)
+        table.put(Worker(info, pb.LoadReport(), 0.0), [0.0] * SESSIONS)
     return table
 
 

@@ -145,7 +145,7 @@ def test_every_policy_serves_all_and_leaves_nothing(name: str, num_prefill: int)
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
-    profile = h100_fleet(2, 2)
+    profile = h100_fleet(4, 4)
     trace = MadeUpAgents(80).arrivals(profile, 1.0, seed=2)
 
     def run(seed: int) -> list[float]:

@@ -99,6 +99,7 @@ LONG: dict[str, Any] = {
 FAR: dict[str, Any] = {
     **_ALL_SHAPES,
     "vocab_size": 2000,
+    "max_position_embeddings": 8192,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 8,

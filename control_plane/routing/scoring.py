@@ -50,7 +50,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     avoid: list[int]
     """Rows that get no request."""
     out: list[int]
-    """Rows that are nobody's home; of the last resort."""
+    """In the last resort, rows that are nobody's home; else they are avoided."""
     is_new_session: bool
     """Whether the key is of a session, which has no worker yet."""
     draw: float

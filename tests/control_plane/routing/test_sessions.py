@@ -74,6 +74,16 @@ def test_a_worker_that_had_more_than_its_share_gets_no_new_session() -> None:
     assert "d0" not in begun and "p0" not in begun
 
 
+def test_where_load_and_sessions_leave_no_worker_the_costs_decide() -> None:
+    harness = Harness()
+    for number in range(2, NUM_WORKERS):
+        harness.registry.deregister(f"d{number}", f"d{number}-1")
+    for which in range(100):
+        harness.router.affinity.remember(f"s{which}", SessionRoute("", "d0-1"))
+    harness.send("d1", 0, 10_000)
+    assert harness.names(replace(PROMPT, block_hashes=(), session_id="new", hand_over="never")) == {"d0": 40}
+
+
 def test_a_session_stays_at_its_worker_while_another_is_a_few_milliseconds_sooner() -> None:
     harness = Harness()
     harness.router.affinity.remember("s", SessionRoute("", "d11-1"))

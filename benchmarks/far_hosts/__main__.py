@@ -47,7 +47,7 @@ _NUM_ANSWER_TOKENS = 4
 _NUM_RUNNING_TOKENS = 1500
 _DEADLINE_SECONDS = 300.0
 _SMALL = (
-    *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "8192"),
+    *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "4096"),
     *("--kv-memory-bytes", str(640 << 20), "--speculation", "off"),
 )
 
@@ -61,7 +61,7 @@ class Size:
     lengths: tuple[int, int]
 
 
-FULL, QUICK = Size(200, 12, (32, 7_000)), Size(6, 4, (32, 3_200))
+FULL, QUICK = Size(200, 12, (32, 3_200)), Size(6, 4, (32, 3_200))
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ async def measure(outcome: Outcome, size: Size, folder: Path, progress: Progress
     here, there = NetworkHost("a", _NEAR[0], is_new=False), NetworkHost("b", _NEAR[1])
     try:
         for host in (here, there):
-            host.run(_set_send_buffers)
+            host.run(_tune_tcp)
         join(here, there)
         with far_link(here, there, _FAR, ROUND_TRIP_MS, BITS_PER_SECOND):
             async with far_fleet(folder, here, there, progress) as fleet:
@@ -251,11 +251,12 @@ async def measure(outcome: Outcome, size: Size, folder: Path, progress: Progress
     enter(outcome, pairs[size.num_lessons :])
 
 
-def _set_send_buffers() -> None:
-    """Let connections of this network namespace fill the link, as docs/operate/README.md says."""
-    setting = Path("/proc/sys/net/ipv4/tcp_wmem")
-    least, usual, _ = setting.read_text().split()
-    setting.write_text(f"{least} {usual} {SEND_BUFFER_BYTES}")
+def _tune_tcp() -> None:
+    """Let connections of this network namespace fill the link, also after a pause, as docs/operate/machines.md says."""
+    settings = Path("/proc/sys/net/ipv4")
+    least, usual, _ = (settings / "tcp_wmem").read_text().split()
+    (settings / "tcp_wmem").write_text(f"{least} {usual} {SEND_BUFFER_BYTES}")
+    (settings / "tcp_slow_start_after_idle").write_text("0")
 
 
 async def _next_pair(asker: Asker, size: Size, rng: random.Random, number: int, progress: Progress) -> Pair:
@@ -364,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "model": f"random Llama, shape {_SHAPE}, float32, 16 KiB of KV per token; one core each",
         "link": f"{ROUND_TRIP_MS:g} ms there and back, {BITS_PER_SECOND / 1e9:g} Gbit/s; packets of 65,000 bytes",
-        "send buffers": f"up to {SEND_BUFFER_BYTES >> 20} MiB (net.ipv4.tcp_wmem)",
+        "tcp": f"send buffers of up to {SEND_BUFFER_BYTES >> 20} MiB, no slow start after a pause",
         "prompts": f"{size.lengths[0]} to {size.lengths[1]:,} tokens",
     }
     return run("far_hosts", options, conditions, measured)

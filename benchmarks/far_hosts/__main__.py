@@ -252,7 +252,7 @@ async def measure(outcome: Outcome, size: Size, folder: Path, progress: Progress
 
 
 def _tune_tcp() -> None:
-    """Let connections of this network namespace fill the link, also after a pause, as docs/operate/machines.md says."""
+    """Let connections of this network namespace fill the link (docs/operate/machines.md), also after a pause."""
     settings = Path("/proc/sys/net/ipv4")
     least, usual, _ = (settings / "tcp_wmem").read_text().split()
     (settings / "tcp_wmem").write_text(f"{least} {usual} {SEND_BUFFER_BYTES}")

@@ -3,9 +3,9 @@
     python -m benchmarks.far_hosts [--quick] [--json FILE] [--markdown FILE]
 
 Prefill is on one host and decode on another, each in a network namespace of its own. What their KV services say to each
-other passes a link of 80 ms and 1 Gbit/s (`link.py`); the gateway is as near to both. Some prompts begin with what
-prefill has in its pool. Each is asked as the router chooses; then another one that is as long, and as cached, is asked
-the other way. An answer runs at decode all the while.
+other passes a link of 80 ms and 1 Gbit/s (`link.py`), which their connections may fill; the gateway is as near to both.
+Some prompts begin with what prefill has in its pool. Each is asked as the router chooses; then another one that is as
+long, and as cached, is asked the other way. An answer runs at decode all the while.
 
 A way costs the time to the answer's second token, which is the first of decode where a prompt is handed over, and half
 of the time in which decode computes the prompt: the answer that runs there waits for it (`SHARE_OF_OTHERS`).

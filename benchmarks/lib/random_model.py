@@ -108,7 +108,7 @@ FAR: dict[str, Any] = {
 }
 """59 million parameters and 16 KiB of KV per token in float32: a core computes for longer than the link takes.
 
-With a third of the parameters no hand-over was sooner on a quick core, however long the prompt.
+With a third of the parameters no hand-over of up to 7,000 tokens was sooner on a quick core.
 """
 
 SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "qwen": SHAPE_QWEN, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG, "far": FAR}

@@ -49,6 +49,11 @@ class World:
         self.now = began + took
         watch.output()
 
+    def peers_answer(self) -> None:
+        """Let b and c show what is usual."""
+        for name in 3 * "bc":
+            self.answer(name)
+
     def fail(self, name: str, times: int = 1) -> None:
         for _ in range(times):
             self.send(name).failed("broken")
@@ -161,9 +166,7 @@ def test_one_call_fails_once() -> None:
 
 def test_a_worker_much_slower_than_its_peers_is_ejected() -> None:
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
     for _ in range(3):
         world.answer("a", took=10 * PREDICTED)
     assert world.status("a") == "ejected"
@@ -173,9 +176,7 @@ def test_a_worker_much_slower_than_its_peers_is_ejected() -> None:
 def test_calls_that_waited_together_are_slow_once() -> None:
     """A worker stood still for a moment; its caches are worth more than three calls of that moment show."""
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
 
     def stand_still() -> None:
         waiting = [world.send("a") for _ in range(20)]
@@ -193,9 +194,7 @@ def test_calls_that_waited_together_are_slow_once() -> None:
 
 def test_calls_that_waited_together_are_slow_each_while_others_are_answered_in_time() -> None:
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
     waiting = [world.send("a") for _ in range(10)]
     world.now += 10 * PREDICTED
     for watch in waiting:
@@ -208,9 +207,7 @@ def test_calls_that_waited_together_are_slow_each_while_others_are_answered_in_t
 def test_a_call_that_began_after_a_slow_answer_is_slow_by_itself() -> None:
     """Decode workers have their calls long before prefill has the first token."""
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
     sent_early = [world.send("a", predicted=None) for _ in range(3)]
     for watch in sent_early:
         watch.accepted()
@@ -222,9 +219,7 @@ def test_a_call_that_began_after_a_slow_answer_is_slow_by_itself() -> None:
 
 def test_a_slow_acceptance_counts_as_a_slow_answer() -> None:
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
     for _ in range(3):
         world.answer("a", took=3 * PREDICTED, accept=2 * PREDICTED)
     assert world.status("a") == "ejected"
@@ -251,9 +246,7 @@ def test_one_peer_alone_is_no_measure() -> None:
 
 def test_a_long_prompt_may_take_long() -> None:
     world = World("abc")
-    for _ in range(3):
-        world.answer("b")
-        world.answer("c")
+    world.peers_answer()
     for _ in range(6):
         watch = world.send("a", predicted=50 * PREDICTED)
         watch.accepted()

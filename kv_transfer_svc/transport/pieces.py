@@ -74,20 +74,25 @@ class RunningChecksums:
                 self._num_fed = 0
 
 
-async def run_interruptible(threads: Executor, work: Callable[[], Result], interrupt: Callable[[], None]) -> Result:
+async def run_interruptible(
+    threads: Executor, work: Callable[[], Result], interrupt: Callable[[], None], finish_seconds: float = 0.0
+) -> Result:
     """Run `work` in one of `threads` and return its result.
 
-    A cancelled caller calls `interrupt` and still waits for the end of the work, which uses the caller's memory.
+    A cancelled caller lets the work end within `finish_seconds`, then calls `interrupt`. It waits for the end of the
+    work in any case, which uses the caller's memory.
     """
-    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(threads, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        interrupt()
+        interrupting = loop.call_later(finish_seconds, interrupt)
         while not future.done():
             try:
                 await asyncio.wait({future})
             except asyncio.CancelledError:  # cancelled again: keep waiting
                 continue
+        interrupting.cancel()
         future.exception()  # mark as retrieved: the caller has left
         raise

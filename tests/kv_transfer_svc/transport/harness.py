@@ -98,7 +98,9 @@ class Proxy:
         self.fault: TransferFault | None = None
         self.seen, self.seen_of_reader = bytearray(), bytearray()
         """What passed on the way to the reader, and on the way from it."""
-        self.has_stalled = asyncio.Event()
+        self.has_stalled, self.goes_on = asyncio.Event(), asyncio.Event()
+        """A fault that stalls lasts until `goes_on`."""
+        self.num_connections = 0
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,6 +120,7 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self.num_connections += 1
         upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
         asking = asyncio.create_task(_forward(reader, upstream_writer, self.seen_of_reader))
         try:
@@ -146,7 +149,9 @@ class Proxy:
         await writer.drain()
         if fault.kind == "stall":
             self.has_stalled.set()
-            await asyncio.Event().wait()
+            await self.goes_on.wait()
+            del data[: fault.after]
+            return True
         return False
 
 

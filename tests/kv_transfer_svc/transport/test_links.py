@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer_svc.transport import tcp_transport
 from kv_transfer_svc.transport.data_server import OpenSource
 from kv_transfer_svc.transport.source import Source
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -212,6 +213,35 @@ async def test_a_reader_that_leaves_in_a_block_stops_the_thread_that_writes(tmp_
         with pytest.raises(Exception, match="released"):
             await reading
         await everything_is_back(here, there)
+
+
+async def test_a_connection_outlives_a_reader_that_leaves_in_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_transport, "FINISH_SECONDS", 60.0)
+    async with (
+        linked_host(tmp_path) as (here, _),
+        linked_host(tmp_path) as (there, _),
+        proxied(there) as proxy,
+        running_writer(there) as writer,
+        a_client(here) as reader,
+    ):
+        first = await sealed(writer, [0])
+        await watch_all(reader, first, "r")
+        await reader.release(first, "r")
+        num_connections = proxy.num_connections
+        proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
+        handle = await sealed(writer, SLOTS)
+        reading = asyncio.ensure_future(watch_all(reader, handle, "r"))
+        await proxy.has_stalled.wait()
+        await reader.release(handle, "r")
+        with pytest.raises(Exception, match="released"):
+            await reading
+        proxy.goes_on.set()
+        await everything_is_back(here, there)
+        event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
+        assert (event.transport, await bytes_at(here, event.slab)) == ("tcp", whole(writer))
+        assert (proxy.num_connections, link_of(here).num_errors) == (num_connections, 0)
 
 
 class ReusedWhileSent:

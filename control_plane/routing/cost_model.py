@@ -206,6 +206,8 @@ class CostModel:
         """Of the prompts that each decode worker computed."""
         self._computed_by_peers: dict[_Peers, _Computed] = {}
         """The same of all of a model, a numerics class and a role."""
+        self._answers_of_others: dict[str, int] = {}
+        """Other gateways' answers at each worker, as of its last report."""
         self._listeners: list[Callable[[str], None]] = []
         self._means: Means
         registry.listen(self._changed)
@@ -279,13 +281,20 @@ class CostModel:
 
     def all_local_ms(self, estimates: Sequence[PrefillEstimate]) -> list[float]:
         """Return the same as `local_ms` for several decode workers."""
-        num_mine, found = self._in_flight.answers.get, []
+        found = []
         for estimate in estimates:
-            worker = estimate.worker
-            num_running = max(1, worker.figures.num_running, num_mine(worker.incarnation, 0))
-            prompt_ms = (estimate.load_ms + estimate.compute_ms) * (1 + SHARE_OF_OTHERS * num_running)
+            num_answers = max(1, self.num_answers(estimate.worker))
+            prompt_ms = (estimate.load_ms + estimate.compute_ms) * (1 + SHARE_OF_OTHERS * num_answers)
             found.append(estimate.queue_ms + prompt_ms)
         return found
+
+    def num_answers(self, worker: Worker) -> int:
+        """Return the answers at a worker: this gateway's as of now, and the others' as of the worker's last report.
+
+        An answer of this gateway that has ended since that report is not counted any more.
+        """
+        of_others = self._answers_of_others.get(worker.incarnation, worker.figures.num_running)
+        return of_others + self._in_flight.answers.get(worker.incarnation, 0)
 
     def shown(self, estimate: PrefillEstimate, num_tokens: int) -> Shown:
         """Return what others can read of a prompt of so many tokens at a prefill worker, and when."""
@@ -420,6 +429,7 @@ class CostModel:
 
     def _heard(self, worker: Worker) -> None:
         """Take a worker that has computed no prompt for long for one of its peers: it may have been slow for once."""
+        self._count_answers_of_others(worker)
         computed = self._computed.get(worker.incarnation)
         if computed is not None and computed.num_tokens and self._clock() - computed.at > _FORGET_SECONDS:
             self._computed[worker.incarnation] = _Computed(0.0, 0.0, computed.at)
@@ -430,8 +440,15 @@ class CostModel:
             listener(incarnation)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
-        if not is_here:
-            self._computed.pop(worker.incarnation, None)
+        if is_here:
+            self._count_answers_of_others(worker)
+            return
+        self._computed.pop(worker.incarnation, None)
+        self._answers_of_others.pop(worker.incarnation, None)
+
+    def _count_answers_of_others(self, worker: Worker) -> None:
+        num_mine = self._in_flight.answers.get(worker.incarnation, 0)
+        self._answers_of_others[worker.incarnation] = max(0, worker.figures.num_running - num_mine)
 
 
 def _subtract(counter: Counter[str], incarnation: str, number: int) -> None:

@@ -232,7 +232,7 @@ class WorkerColumns:
             1000 * num_prompt_tokens,
             max(num_tokens, figures.num_tokens_in_flight),
             num_live,
-            1000 + 1000 * SHARE_OF_OTHERS * max(1, num_answers, figures.num_running),
+            1000 + 1000 * SHARE_OF_OTHERS * max(1, self._costs.num_answers(worker)),
             -math.inf if is_full else num_free,
             num_free,
         )

@@ -48,6 +48,16 @@ class Harness:
         fields = {"state": pb.WORKER_STATE_READY, "kv": pool, "counters": counters, **load}
         self.registry.register(info, pb.LoadReport(**fields))
 
+    def report(self, name: str, **load: Any) -> None:
+        """Report another load of a worker that is here."""
+        worker = self.worker(name)
+        report = pb.LoadReport()
+        report.CopyFrom(worker.load)
+        report.MergeFrom(pb.LoadReport(**load))
+        beat = cp.HeartbeatRequest(worker_id=name, incarnation=worker.incarnation, load=report)
+        beat.kv_address = worker.info.kv_address
+        assert self.registry.heartbeat(beat)
+
     def worker(self, name: str) -> Worker:
         worker = self.registry.get(name)
         assert worker is not None
@@ -168,6 +178,35 @@ def test_a_short_prompt_is_read_by_decode_a_busy_one_takes_only_a_shorter_one() 
     harness.add("d", DECODE, num_running=4)
     assert harness.router.choose(RoutingRequest("m", 15, 64)).prefill is not None
     assert harness.router.choose(RoutingRequest("m", 3, 64)).prefill is None
+
+
+def test_answers_count_from_their_submission_to_their_end_whenever_the_worker_reports() -> None:
+    harness = pair(local_prefill="auto")
+    costs, in_flight = harness.router.costs, harness.router.in_flight
+    ended, lasting = [in_flight.add("d-1", num_answers=1) for _ in range(2)]
+    harness.report("d", num_running=5)
+    assert costs.num_answers(harness.worker("d")) == 5, "three are of other gateways"
+    ended.remove()
+    assert costs.num_answers(harness.worker("d")) == 4
+    in_flight.add("d-1", num_answers=3)
+    assert costs.num_answers(harness.worker("d")) == 7
+    harness.report("d", num_running=2)
+    assert costs.num_answers(harness.worker("d")) == 4, "some wait for their prompts"
+    lasting.remove()
+    harness.registry.deregister("d", "d-1")
+    harness.add("d", DECODE, num_running=4)
+    assert costs.num_answers(harness.worker("d")) == 4
+
+
+def test_an_answer_that_has_ended_since_the_report_makes_no_prompt_dearer() -> None:
+    harness = pair(local_prefill="auto")
+    entries = [harness.router.in_flight.add("d-1", num_answers=1) for _ in range(4)]
+    harness.report("d", num_running=4)
+    request = RoutingRequest("m", 15, 64)
+    assert harness.router.choose(request).prefill is not None
+    for entry in entries:
+        entry.remove()
+    assert harness.router.choose(request).prefill is None
 
 
 def test_the_break_even_follows_the_measured_hand_over() -> None:

@@ -44,7 +44,7 @@ class PullMemory(Protocol):
         """Return an extent per block of a part; wait until there is room. Raises Overloaded if there never will be."""
 
     def sealed(self, index: int) -> None:
-        """Note the index of the slab that the last allocated extents became."""
+        """Note the index of the slab that the next allocated extents became: they are sealed in their order."""
 
     def free_copied(self, is_copied: Callable[[int, int], bool]) -> int:
         """Free each window for which `is_copied(slab index, end block)`; return the blocks' bytes."""
@@ -106,7 +106,7 @@ class WindowMemory:
         return extents
 
     def sealed(self, index: int) -> None:
-        self._windows[-1].index = index
+        next(window for window in self._windows if window.index is None).index = index
 
     def free_copied(self, is_copied: Callable[[int, int], bool]) -> int:
         num_bytes = 0

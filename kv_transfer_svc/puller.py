@@ -1,8 +1,9 @@
 """Pulls slabs from the KV services of other hosts.
 
 `Puller` owns the pulls and the links. There is one `Pull` task per copy of a handle. The task watches the handle at its
-holder in the name of the first reader, copies each sealed slab into the arena, in windows, and seals the copy here. A
-window is freed when all readers have acknowledged it; the rest when the copy has ended, for any reason.
+holder in the name of the first reader, copies each sealed slab into the arena, some windows at once, and seals the
+windows here in their order. A window is freed when all readers have acknowledged it; the rest when the copy has ended,
+for any reason.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.handle_record import HandleRecord, handle_name
 from kv_transfer_svc.pull_memory import PullMemory, pull_memory
 from kv_transfer_svc.store import HandleStore
-from kv_transfer_svc.transport.links import Link, Links
+from kv_transfer_svc.transport.links import Link, Links, Received
+from kv_transfer_svc.transport.tcp_transport import MAX_CONNECTIONS
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import tracing
@@ -30,6 +33,10 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
+
+_READS_AT_ONCE = MAX_CONNECTIONS
+"""Of a pull. Each waits a round trip for its window, so one after the other would leave a far link idle most of the
+time; and one connection alone is limited by its send buffer."""
 
 
 class Puller:
@@ -242,23 +249,46 @@ class Pull:
             raise
 
     async def _copy(self, reader_id: str) -> None:
-        watch = self._holder.watch(
-            self.record.handle,
-            reader_id,
-            self._layout,
-            self.first_block,
-            seconds_left=self._seconds_left,
-            acknowledges=True,
+        """Read the parts of each slab, some at once, and seal them in their order."""
+        begun: asyncio.Queue[_Read | int | kv.Closed | None] = asyncio.Queue()
+        slots = asyncio.Semaphore(_READS_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._seal_in_order(begun, slots, reader_id))
+                async with aclosing(self._watch(reader_id)) as events:
+                    async for event in events:
+                        if event.WhichOneof("kind") != "slab":
+                            begun.put_nowait(event.closed)
+                            continue
+                        for part in self._memory.cut(event.slab):
+                            await slots.acquire()
+                            extents = await self._allocate(part)
+                            task = group.create_task(self._read(part, extents, reader_id))
+                            begun.put_nowait(_Read(part, extents, task))
+                        if event.is_window:
+                            begun.put_nowait(event.slab.index + 1)
+                begun.put_nowait(None)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    def _watch(self, reader_id: str) -> AsyncGenerator[kv.WatchEvent, None]:
+        seconds_left = self._seconds_left
+        return self._holder.watch(
+            self.record.handle, reader_id, self._layout, self.first_block, seconds_left=seconds_left, acknowledges=True
         )
-        async with aclosing(watch) as events:
-            async for event in events:
-                if event.WhichOneof("kind") == "slab":
-                    for part in self._memory.cut(event.slab):
-                        await self._copy_part(part, reader_id)
-                    if event.is_window:
-                        await self._acknowledge(reader_id, event.slab.index + 1)
-                else:
-                    self._store.seal(self.record, [], event.closed)
+
+    async def _seal_in_order(
+        self, begun: asyncio.Queue[_Read | int | kv.Closed | None], slots: asyncio.Semaphore, reader_id: str
+    ) -> None:
+        """Seal what was read; acknowledge the holder's windows: a number is that of the slabs which are whole here."""
+        while (item := await begun.get()) is not None:
+            if isinstance(item, _Read):
+                self._seal(item, await item.task)
+                slots.release()
+            elif isinstance(item, int):
+                await self._acknowledge(reader_id, item)
+            else:
+                self._store.seal(self.record, [], item)
 
     async def _introduce_readers(self, reader_id: str) -> None:
         """Tell the holder for whom we copy besides the reader that watches: it waits for the others in vain."""
@@ -274,17 +304,21 @@ class Pull:
     async def _acknowledge(self, reader_id: str, num_slabs: int) -> None:
         await self._holder.acknowledge(self.record.handle, reader_id, num_slabs, list(self._readers))
 
-    async def _copy_part(self, part: kv.Slab, reader_id: str) -> None:
+    async def _allocate(self, part: kv.Slab) -> list[pb.Extent]:
         for extent in part.extents:
             check_memory_kind(extent)
-        extents = await self._memory.allocate(part)
+        return await self._memory.allocate(part)
+
+    async def _read(self, part: kv.Slab, extents: Sequence[pb.Extent], reader_id: str) -> Received:
         targets = [self._region.view(extent.offset, extent.num_bytes) for extent in extents]
         try:
-            received = await self._link.read(self.record.handle, reader_id, part, targets, part.first_block)
+            return await self._link.read(self.record.handle, reader_id, part, targets, part.first_block)
         finally:
             for target in targets:
                 target.release()
-        num_bytes = sum(extent.num_bytes for extent in extents)
+
+    def _seal(self, read: _Read, received: Received) -> None:
+        part, num_bytes = read.part, sum(extent.num_bytes for extent in read.extents)
         self.record.transport = received.transport
         self._num_bytes += num_bytes
         self._store.counters["bytes_pulled"] += num_bytes
@@ -297,11 +331,20 @@ class Pull:
             num_blocks=part.num_blocks,
             first_layer=part.first_layer,
             num_layers=part.num_layers,
-            extents=extents,
+            extents=read.extents,
             checksums=received.checksums,
         )
         self._store.seal(self.record, [copied], None)
         self._memory.sealed(index)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A read of a part that has begun, into these extents."""
+
+    part: kv.Slab
+    extents: list[pb.Extent]
+    task: asyncio.Task[Received]
 
 
 def _is_copy_of(record: HandleRecord, handle: pb.KvHandle, reader_id: str) -> bool:

@@ -19,6 +19,8 @@ _LEAST_RATE, _LEAST_SECONDS = 1.0, 1e-6
 """Of a link, in bytes per second, and of a worker's steps: quotients of less say nothing, or are infinite."""
 _LEAST_SHARE = 0.1
 """Of a transfer's time that is its bytes': the latency is that of other transfers."""
+_READS_AT_ONCE = 4
+"""As in kv_transfer_svc/puller.py."""
 
 
 class Link(NamedTuple):
@@ -28,12 +30,15 @@ class Link(NamedTuple):
     bytes_per_second: float
     """Of whole transfers, the round trip of each included."""
     bytes_per_transfer: float = math.inf
+    """That wait for one round trip: of transfers at once, all."""
+    reads_at_once: int = 1
+    """Windows of one prompt that are read at once."""
 
     def ms_per_byte(self, window_bytes: float) -> float:
         """Return what a byte takes in transfers of `window_bytes`, each with a round trip."""
         whole = 1000.0 / self.bytes_per_second
         own = max(_LEAST_SHARE * whole, whole - self.latency_ms / self.bytes_per_transfer)
-        return own + self.latency_ms / window_bytes
+        return max(own, (own + self.latency_ms / window_bytes) / self.reads_at_once)
 
 
 ASSUMED_LINK = Link(latency_ms=2.0, bytes_per_second=1e9)
@@ -126,7 +131,9 @@ def _number(info: pb.WorkerInfo, setting: str) -> int | None:
 
 
 def _link(link: pb.KvLink) -> Link:
-    mean = link.num_bytes / link.num_transfers if link.num_transfers else _PROBE_BYTES
+    if link.bytes_per_run >= _LEAST_RATED_BYTES:
+        return Link(link.latency_ms, link.bytes_per_second, link.bytes_per_run, _READS_AT_ONCE)
+    mean = link.num_bytes / link.num_transfers if link.num_transfers else _PROBE_BYTES  # of release 0.2
     return Link(link.latency_ms, link.bytes_per_second, max(_LEAST_RATED_BYTES, mean))
 
 

@@ -218,6 +218,7 @@ class Link:
             num_fallbacks=stats.num_fallbacks,
             note=self.note or stats.slowness,
             host_id=self.host_id,
+            bytes_per_run=stats.bytes_per_run,
         )
 
     async def close(self) -> None:
@@ -240,7 +241,7 @@ class Link:
         begun = time.monotonic()
         checksums = await read(transport)
         if transport is self._transport:
-            self.stats.transferred(sum(map(len, into[: len(checksums)])), time.monotonic() - begun)
+            self.stats.transferred(sum(map(len, into[: len(checksums)])), begun, time.monotonic())
         if transport is not self._grpc:
             self._num_failures = 0
         elif self.note:
@@ -314,16 +315,14 @@ class Link:
                 for num_bytes in (0, PROBE_BYTES):
                     begun = time.monotonic()
                     if await transport.probe(num_bytes) == num_bytes:
-                        probed.measured(num_bytes, time.monotonic() - begun)
+                        probed.measured(num_bytes, begun, time.monotonic())
         except (TandemError, TimeoutError) as error:
             self._count_error()
             reason = error.message if isinstance(error, TandemError) else f"a probe took more than {_PROBE_SECONDS:g} s"
             errors.append(f"{transport.name}: {reason}")
             await transport.close()
             return False
-        self.stats.reset_rate()
-        self.stats.bytes_per_second = self.stats.best_bytes_per_second = probed.bytes_per_second
-        self.stats.latency_seconds = probed.latency_seconds
+        self.stats.begin_with(probed)
         return True
 
     def _take(self, transport: Transport, errors: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,35 +21,64 @@ _SLOW_SHARE = 0.25
 
 @dataclass
 class LinkStats:
-    """Stats of one link and its current transport; call `reset_rate` when the transport changes."""
+    """Stats of one link and its current transport; call `reset_rate` when the transport changes.
 
-    bytes_per_second: float = 0.0
+    Transfers at once share the link. They are one run, whose time counts once: from the start of its first transfer.
+    """
+
     best_bytes_per_second: float = 0.0
     latency_seconds: float = 0.0
     num_transfers: int = 0
     num_bytes: int = 0
     num_errors: int = 0
     num_fallbacks: int = 0
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _runs: float = 0.0
+    """Of recent transfers, older ones with less weight."""
+    _ended_at: float = -math.inf
+    """The end of the last transfer that counts for the rate."""
 
-    def transferred(self, num_bytes: int, seconds: float) -> None:
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes per second of recent runs, with the round trip of each; 0: not measured yet."""
+        return self._bytes / self._seconds if self._seconds else 0.0
+
+    @property
+    def bytes_per_run(self) -> float:
+        """Bytes of a recent run; 0: not measured yet."""
+        return self._bytes / self._runs if self._runs else 0.0
+
+    def transferred(self, num_bytes: int, begun: float, ended: float) -> None:
+        """Count a transfer, from and to these seconds of one clock; call in the order of their ends."""
         self.num_transfers += 1
         self.num_bytes += num_bytes
-        self.measured(num_bytes, seconds)
+        self.measured(num_bytes, begun, ended)
 
-    def measured(self, num_bytes: int, seconds: float) -> None:
+    def measured(self, num_bytes: int, begun: float, ended: float) -> None:
         """Add one duration to the averages; a larger transfer has a larger weight."""
+        seconds = ended - begun
         if num_bytes < _RATE_BYTES:
             before = self.latency_seconds or seconds
             self.latency_seconds = before + _LATENCY_WEIGHT * (seconds - before)
             return
-        rate = num_bytes / max(seconds, 1e-9)
-        weight = min(_MAX_WEIGHT, num_bytes / _FULL_WEIGHT_BYTES) if self.bytes_per_second else 1.0
-        self.bytes_per_second += weight * (rate - self.bytes_per_second)
+        kept = 1 - min(_MAX_WEIGHT, num_bytes / _FULL_WEIGHT_BYTES)
+        self._bytes = kept * self._bytes + num_bytes
+        self._seconds = kept * self._seconds + max(1e-9, ended - max(begun, self._ended_at))
+        self._runs = kept * self._runs + (begun >= self._ended_at)
+        self._ended_at = ended
         self.best_bytes_per_second = max(self.best_bytes_per_second, self.bytes_per_second)
+
+    def begin_with(self, probed: LinkStats) -> None:
+        """Start new averages with those of a probe of another transport."""
+        self.reset_rate()
+        self._bytes, self._seconds, self._runs = probed._bytes, probed._seconds, probed._runs
+        self.best_bytes_per_second, self.latency_seconds = probed.best_bytes_per_second, probed.latency_seconds
 
     def reset_rate(self) -> None:
         """Start new averages for another transport."""
-        self.bytes_per_second = self.best_bytes_per_second = self.latency_seconds = 0.0
+        self.best_bytes_per_second = self.latency_seconds = self._bytes = self._seconds = self._runs = 0.0
+        self._ended_at = -math.inf
 
     @property
     def slowness(self) -> str:

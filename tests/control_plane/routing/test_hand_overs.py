@@ -153,16 +153,24 @@ def test_a_rate_of_short_transfers_is_better_in_long_windows_and_worse_in_short_
     assert Link(80.0, 10.0 * MEGABYTE).ms_per_byte(1e12) == pytest.approx(100 / MEGABYTE, rel=1e-4)
 
 
+def test_windows_at_once_hide_their_round_trips_as_far_as_the_link_can_carry_them() -> None:
+    at_once = Link(80.0, 10.0 * MEGABYTE, 1.0 * MEGABYTE, reads_at_once=4)  # 20 ms per MB are its own
+    assert 1 / at_once.ms_per_byte(4.0 * MEGABYTE) == pytest.approx(MEGABYTE / 20)
+    assert 1 / at_once.ms_per_byte(1.0 * MEGABYTE) == pytest.approx(MEGABYTE / 25)
+
+
 def test_a_link_that_was_only_probed_has_the_rate_of_the_probe() -> None:
     probe = pb.KvLink(address="a:1", latency_ms=80.0, bytes_per_second=1.0)
     used = pb.KvLink(address="b:1", bytes_per_second=1.0, num_bytes=40 * MEGABYTE, num_transfers=10)
     small = pb.KvLink(address="c:1", bytes_per_second=1.0, num_bytes=1000, num_transfers=10)
-    load = pb.LoadReport(kv_service=pb.KvServiceLoad(links=[probe, used, small, pb.KvLink(address="never")]))
+    at_once = pb.KvLink(address="d:1", bytes_per_second=1.0, num_bytes=40, num_transfers=10, bytes_per_run=9 << 20)
+    load = pb.LoadReport(kv_service=pb.KvServiceLoad(links=[probe, used, small, at_once, pb.KvLink(address="never")]))
     links = figures_of(pb.WorkerInfo(), load).links
-    assert {address: link.bytes_per_transfer for address, link in links.items()} == {
-        "a:1": 1 << 20,
-        "b:1": 4 * MEGABYTE,
-        "c:1": 256 << 10,  # of shorter ones no rate is taken
+    assert {address: (link.bytes_per_transfer, link.reads_at_once) for address, link in links.items()} == {
+        "a:1": (1 << 20, 1),
+        "b:1": (4 * MEGABYTE, 1),
+        "c:1": (256 << 10, 1),  # of shorter ones no rate is taken
+        "d:1": (9 << 20, 4),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -41,17 +42,43 @@ def test_the_rest_of_a_group_is_what_has_not_moved() -> None:
 
 def test_small_transfers_tell_latency_and_large_ones_speed() -> None:
     stats = LinkStats()
-    stats.transferred(1000, 0.002)
-    assert (stats.latency_seconds, stats.bytes_per_second) == (0.002, 0.0)
-    stats.transferred(1 << 20, 0.001)
-    assert stats.bytes_per_second == (1 << 20) / 0.001 and stats.slowness == ""
+    stats.transferred(1000, 5.0, 5.002)
+    assert stats.latency_seconds == pytest.approx(0.002) and stats.bytes_per_second == 0.0
+    stats.transferred(1 << 20, 6.0, 6.001)
+    assert stats.bytes_per_second == pytest.approx((1 << 20) / 0.001) and stats.slowness == ""
+
+
+def test_transfers_at_once_are_one_run_whose_time_counts_once() -> None:
+    stats = LinkStats()
+    for begun in (10.0, 20.0):  # four windows each, which share the link after a round trip of 80 ms
+        for number in range(4):
+            stats.transferred(4 << 20, begun, begun + 0.08 + 0.04 * (number + 1))
+        stats.transferred(4 << 20, begun + 0.2, begun + 0.28)  # begins before the last one has ended
+    own_seconds = 1 / stats.bytes_per_second - 0.08 / stats.bytes_per_run
+    assert own_seconds == pytest.approx(0.04 / (4 << 20))
+    assert 1 / stats.bytes_per_second < 0.08 / (4 << 20)
+    one_by_one = LinkStats()
+    for number in range(20):
+        one_by_one.transferred(4 << 20, number, number + 0.1)
+    assert one_by_one.bytes_per_second == pytest.approx((4 << 20) / 0.1)
+    assert one_by_one.bytes_per_run == pytest.approx(4 << 20)
+
+
+def test_a_probe_is_the_beginning_of_the_averages() -> None:
+    stats, probed = LinkStats(), LinkStats()
+    stats.transferred(16 << 20, 0.0, 1.0)
+    probed.measured(0, 5.0, 5.08)
+    probed.measured(1 << 20, 6.0, 6.1)
+    stats.begin_with(probed)
+    assert stats.bytes_per_second == pytest.approx((1 << 20) / 0.1) and stats.bytes_per_run == 1 << 20
+    assert stats.latency_seconds == pytest.approx(0.08) and stats.num_bytes == 16 << 20
 
 
 def test_a_link_much_below_its_own_best_is_slow() -> None:
     stats = LinkStats()
-    stats.transferred(16 << 20, 0.01)
-    for _ in range(8):
-        stats.transferred(16 << 20, 1.0)
+    stats.transferred(16 << 20, 0.0, 0.01)
+    for second in range(1, 16):
+        stats.transferred(16 << 20, second, second + 1.0)
     assert stats.slowness == "slow: 1% of its best"
     stats.reset_rate()
     assert stats.slowness == ""

@@ -2629,6 +2629,7 @@ class KvLink(message.Message):
     NUM_FALLBACKS_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
     HOST_ID_FIELD_NUMBER: builtins.int
+    BYTES_PER_RUN_FIELD_NUMBER: builtins.int
     address: builtins.str
     transport: builtins.str
     """"shm", "tcp", "grpc"; "" until the first transfer has ended"""
@@ -2647,6 +2648,8 @@ class KvLink(message.Message):
     """"fallback: <reason>" or "slow: <rate>"; "" if the link is healthy"""
     host_id: builtins.str
     """of the other service; "" until it has answered"""
+    bytes_per_run: builtins.float
+    """recent mean of transfers at once, which wait for one round trip; 0: one at a time"""
     def __init__(
         self,
         *,
@@ -2661,9 +2664,10 @@ class KvLink(message.Message):
         num_fallbacks: builtins.int = ...,
         note: builtins.str = ...,
         host_id: builtins.str = ...,
+        bytes_per_run: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "best_bytes_per_second", b"best_bytes_per_second", "bytes_per_second", b"bytes_per_second", "host_id", b"host_id", "latency_ms", b"latency_ms", "note", b"note", "num_bytes", b"num_bytes", "num_errors", b"num_errors", "num_fallbacks", b"num_fallbacks", "num_transfers", b"num_transfers", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "best_bytes_per_second", b"best_bytes_per_second", "bytes_per_run", b"bytes_per_run", "bytes_per_second", b"bytes_per_second", "host_id", b"host_id", "latency_ms", b"latency_ms", "note", b"note", "num_bytes", b"num_bytes", "num_errors", b"num_errors", "num_fallbacks", b"num_fallbacks", "num_transfers", b"num_transfers", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

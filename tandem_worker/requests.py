@@ -14,18 +14,30 @@ from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.tracing import record_span
 from tandem_worker.waiting_step import WaitingStep
 
+_MOST_UNREAD = 16
+"""Events on their way to a gateway that has not told yet that it has read them. A gateway that is busy reads some fifty
+a second."""
+_MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 256 << 10
+"""Events in one message, and their bytes."""
+
 
 class GatewayStream:
     """The answers to one gateway. The outputs of one step leave as one StepBatch, with those that wait to leave.
 
-    A gateway reads some thousand messages a second. Where its workers' steps are more, it gets fewer, larger batches,
-    and what is sent after them waits for no other. The queue needs no bound of its own: it holds at most the tokens
-    that accepted requests may still produce. The engine's queue and each request's max_tokens bound those.
+    A gateway reads some thousand messages a second, and far fewer while it is busy. Where its workers' steps are more,
+    it gets fewer, larger batches; and all that waits while enough events are unread leaves in one message. The queue
+    needs no bound of its own: it holds at most the tokens that accepted requests may still produce. The engine's queue
+    and each request's max_tokens bound those.
     """
 
     def __init__(self, gateway_id: str = "") -> None:
         self.gateway_id = gateway_id
-        self._queue: asyncio.Queue[pb.Event | Exception | _NextPart | None] = asyncio.Queue()
+        self.counts_events = False
+        """Whether the gateway tells what it has read, and takes several events in one."""
+        self._queue: deque[pb.Event | Exception | _NextPart | None] = deque()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._num_sent = self._num_read = 0
         self._batch: list[pb.TokenOutput] = []
         self._waiting: WaitingStep | None = None
         self._parts: deque[pb.TablesPart] = deque()
@@ -33,7 +45,7 @@ class GatewayStream:
 
     def send(self, event: pb.Event) -> None:
         self._waiting = None
-        self._queue.put_nowait(event)
+        self._put(event)
 
     def accept(self, submit: pb.Submit, num_queued: int) -> None:
         accepted = pb.Accepted(request_id=submit.request_id, attempt=submit.attempt, num_queued=num_queued)
@@ -69,25 +81,71 @@ class GatewayStream:
         has_place = bool(self._parts)
         self._parts = deque(parts)
         if not has_place:
-            self._queue.put_nowait(_NEXT_PART)
+            self._put(_NEXT_PART)
+
+    def was_read(self, num_events: int) -> None:
+        """The gateway has read so many messages of `events` so far."""
+        self._num_read = max(self._num_read, num_events)
+        self._changed.set()
 
     def close(self, error: Exception | None = None) -> None:
-        """End the stream after the events sent so far; with an error if there is one."""
-        self._queue.put_nowait(error)
+        """End the stream after the events sent so far, read or not; with an error if there is one."""
+        self._is_closed = True
+        self._put(error)
 
     async def events(self) -> AsyncIterator[pb.Event]:
-        """Yield the events until `close`; raises its error."""
-        while (event := await self._queue.get()) is not None:
+        """Yield the events until `close`, several in one if they have waited; raises its error."""
+        while True:
+            await self._until_next()
+            event = self._queue.popleft()
+            if event is None:
+                return
             if isinstance(event, Exception):
                 raise event
-            if self._waiting is not None and event is self._waiting.event:
-                self._waiting = None
-            yield event if isinstance(event, pb.Event) else self._next_part()
+            self._num_sent += 1
+            if isinstance(event, pb.Event):
+                yield self._with_following(event)
+            else:
+                yield self._next_part()
+
+    def _put(self, event: pb.Event | Exception | _NextPart | None) -> None:
+        self._queue.append(event)
+        self._changed.set()
+
+    async def _until_next(self) -> None:
+        """Wait for an event to send, and for the gateway to read."""
+        while not self._queue or self._has_unread:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def _has_unread(self) -> bool:
+        return self.counts_events and not self._is_closed and self._num_sent - self._num_read >= _MOST_UNREAD
+
+    def _with_following(self, event: pb.Event) -> pb.Event:
+        """Return an event that has left the queue with those after it, as far as they go into one message."""
+        events = [self._taken(event)]
+        if not self.counts_events or not self._queue:
+            return event
+        num_bytes = event.ByteSize()
+        while self._queue and isinstance(following := self._queue[0], pb.Event):
+            num_bytes += following.ByteSize()
+            if len(events) == _MOST_TOGETHER or num_bytes > _MOST_BYTES_TOGETHER:
+                break
+            self._queue.popleft()
+            events.append(self._taken(following))
+        return event if len(events) == 1 else pb.Event(several=pb.Events(events=events))
+
+    def _taken(self, event: pb.Event) -> pb.Event:
+        """Let no later step join an event that leaves."""
+        if self._waiting is not None and event is self._waiting.event:
+            self._waiting = None
+        return event
 
     def _next_part(self) -> pb.Event:
         part = self._parts.popleft()
         if self._parts:
-            self._queue.put_nowait(_NEXT_PART)
+            self._put(_NEXT_PART)
         return pb.Event(tables=part)
 
 

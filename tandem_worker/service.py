@@ -86,6 +86,8 @@ def _handle(front: WorkerFront, stream: GatewayStream, command: pb.Command) -> N
             front.cancel(stream, command.cancel)
         case "demand":
             front.grants.demanded(stream, command.demand)
+        case "read":
+            stream.was_read(command.read.num_events)
         case "tables":
             stream.send_tables(answer_parts(command.tables, front.tables))
 
@@ -114,7 +116,7 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         raise StaleIncarnation(
             f"the gateway means worker incarnation {hello.worker_incarnation}, this is {front.incarnation}"
         )
-    stream.gateway_id = hello.gateway_id
+    stream.gateway_id, stream.counts_events = hello.gateway_id, hello.counts_events
     reply = pb.AttachHello(
         gateway_id=hello.gateway_id,
         gateway_incarnation=hello.gateway_incarnation,
@@ -122,6 +124,7 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         takes_choices=True,
         uses_grants=front.grants.is_used,
         answers_tables=True,
+        counts_events=hello.counts_events,
     )
     stream.send(pb.Event(hello=reply))
     if hello.uses_grants:

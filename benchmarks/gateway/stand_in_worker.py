@@ -329,7 +329,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
-            hello = pb.AttachHello(worker_incarnation=self.info.incarnation, takes_choices=True)
+            hello = pb.AttachHello(worker_incarnation=self.info.incarnation, takes_choices=True, counts_events=True)
             hello.uses_grants = self._grants is not None
             yield pb.Event(hello=hello)
             async for event in gateway.events():

@@ -82,7 +82,8 @@ class _Workers(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
         commands = aiter(request_iterator)
         incarnation = (await anext(commands)).hello.worker_incarnation
-        yield pb.Event(hello=pb.AttachHello(worker_incarnation=incarnation, takes_choices=True, uses_grants=True))
+        hello = pb.AttachHello(worker_incarnation=incarnation, takes_choices=True, uses_grants=True, counts_events=True)
+        yield pb.Event(hello=hello)
         async for event in self._by_incarnation[incarnation].events(self._words, commands):
             yield event
 

@@ -30,7 +30,9 @@ _LONGEST_RESTART_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
 """Longer than a step of an engine: an engine reports between two steps."""
 _UNREAD_BYTES = 64 * 1024
-"""About a thousand StepBatches. More would be seconds: a gateway that cannot read them all joins them at the worker."""
+"""About a thousand StepBatches, of a worker that does not count what is read."""
+_READS_TOLD = 8
+"""A worker hears after so many events that they were read: half of what it leaves on its way."""
 
 _ATTACH = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Attach"
 _COMMAND_SUBMIT = pb.Command.SUBMIT_FIELD_NUMBER
@@ -116,13 +118,14 @@ class WorkerLink:
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=worker.incarnation,
             uses_grants=True,
+            counts_events=True,
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
         self._reports: dict[tuple[str, int], Report] = {}
         self._commands: asyncio.Queue[pb.Command | _Submits | None] = asyncio.Queue()
         self._latest: _Submits | None = None
         """The last command in the queue, if more requests with its prompt may join it."""
-        self._takes_choices = False
+        self._takes_choices = self._counts_events = False
         self._is_retiring = False
         loop = supervised("worker-link", self._run, longest_pause_seconds=_LONGEST_RESTART_SECONDS)
         self._task: asyncio.Task[None] | None = asyncio.create_task(loop, name=f"link-{worker.worker_id}")
@@ -222,8 +225,12 @@ class WorkerLink:
         await self._turns.next()  # else 500 workers that come back at once are 500 channels in one turn of the loop
         async with open_worker_channel(self.worker.info, self._member, _UNREAD_BYTES) as channel:
             attach: Any = channel.stream_stream(_ATTACH, response_deserializer=pb.Event.FromString)
+            num_read = 0
             async for event in attach(self._outgoing(self._commands)):
                 self._handle(event)
+                num_read += 1
+                if self._counts_events and num_read % _READS_TOLD == 0:
+                    self._commands.put_nowait(pb.Command(read=pb.EventsRead(num_events=num_read)))
 
     async def _outgoing(self, commands: asyncio.Queue[pb.Command | _Submits | None]) -> AsyncIterator[bytes]:
         """Yield the serialized commands of one stream.
@@ -231,7 +238,7 @@ class WorkerLink:
         Each stream has its own queue, so a dead stream takes no later command. A stream is not known to take choices
         before its worker's hello.
         """
-        self._takes_choices = False
+        self._takes_choices = self._counts_events = False
         yield pb.Command(hello=self._hello).SerializeToString()
         while (command := await commands.get()) is not None:
             if isinstance(command, pb.Command):
@@ -260,7 +267,7 @@ class WorkerLink:
                 ledger = event.failed.ledger if event.failed.HasField("ledger") else None
                 self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
-                self._takes_choices = event.hello.takes_choices
+                self._takes_choices, self._counts_events = event.hello.takes_choices, event.hello.counts_events
                 self.attached.add(self.worker.incarnation)
                 self.uses_grants = event.hello.uses_grants
                 self.tables.opened(partial(_ask, self._commands) if event.hello.answers_tables else None)
@@ -268,6 +275,9 @@ class WorkerLink:
                 self._on_attached(self.worker)
             case "tables":
                 self.tables.received(event.tables)
+            case "several":
+                for each in event.several.events:
+                    self._handle(each)
 
     def _granted(self, message: pb.Grant) -> None:
         grant = Grant(message.number, message.num_tokens, message.num_requests, message.valid_ms / 1000)

@@ -160,6 +160,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """What it grants to a gateway that attaches; None: it uses no grants."""
         self.grant_with_refusal: pb.Grant | None = None
         self.demands: list[pb.Demand] = []
+        self.reads: list[pb.EventsRead] = []
         self.max_num_seqs: int | None = None
         """What the worker says that it runs at once."""
         self.model_id = MODEL
@@ -291,6 +292,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self._submit(attach, submit)
             case "demand":
                 self.demands.append(command.demand)
+            case "read":
+                self.reads.append(command.read)
             case "tables":
                 self.questions.append(command.tables)
                 if self.sends_tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -43,8 +44,9 @@ async def served(
         await server.stop(0)
 
 
-def hello(incarnation: str = "worker-1") -> pb.Command:
-    return pb.Command(hello=pb.AttachHello(gateway_id="g", worker_incarnation=incarnation))
+def hello(incarnation: str = "worker-1", *, counts_events: bool = False) -> pb.Command:
+    hello = pb.AttachHello(gateway_id="g", worker_incarnation=incarnation, counts_events=counts_events)
+    return pb.Command(hello=hello)
 
 
 async def command(call: Any, **kind: Any) -> None:
@@ -250,7 +252,7 @@ async def test_tokens_wait_for_one_part_of_a_huge_table_at_most() -> None:
         events = stream.events()
         assert (await anext(events)).HasField("tables")
         here.engine.emit(step([output("r.0", 3, [7])]))
-        await until(lambda: stream._queue.qsize() == 2)
+        await until(lambda: len(stream._queue) == 2)
         assert kinds([await anext(events) for _ in range(3)]) == ["tables", "step", "tables"]
         rest = [await anext(events) for _ in range(len(parts) - 3)]
         assert [event.tables for event in rest] == parts[3:]
@@ -312,3 +314,33 @@ async def test_a_gateway_that_reads_slowly_gets_fewer_and_larger_batches_and_no_
         assert tokens == [*(number % 999 for number in range(num_steps)), 7]
         assert num_messages < num_steps / 2
         call.cancel()
+
+
+async def test_a_gateway_that_counts_events_has_few_on_their_way_and_then_the_rest_together() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        await call.write(hello(counts_events=True))
+        assert (await call.read()).hello.counts_events
+        await command(call, submit=submit())
+        await until(lambda: bool(here.engine.sent_of(AddRequest)))
+        (stream,) = here.front._streams
+        for number in range(15):  # after the hello
+            here.engine.emit(step([output("r.0", 3 + number, [number])]))
+            await until(partial(_has_sent, stream, number + 2))
+        for number in range(15, 100):
+            here.engine.emit(step([output("r.0", 3 + number, [number])]))
+        await until(lambda: [_num_tokens(each) for each in stream._queue] == [85])
+        events = [await call.read() for _ in range(15)]
+        await command(call, read=pb.EventsRead(num_events=16))
+        events.append(await asyncio.wait_for(call.read(), 10))
+        assert [token for event in events for token in event.step.outputs[0].token_ids] == [*range(100)]
+        call.cancel()
+
+
+def _num_tokens(event: object) -> int:
+    assert isinstance(event, pb.Event)
+    return sum(len(each.token_ids) for each in event.step.outputs)
+
+
+def _has_sent(stream: GatewayStream, number: int) -> bool:
+    return stream._num_sent == number

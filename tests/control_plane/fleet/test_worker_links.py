@@ -109,6 +109,33 @@ async def test_words_come_in_order_to_the_request_they_are_for() -> None:
             assert heard.words == ["accepted", "tokens 1", "tokens 1"]
 
 
+async def test_a_worker_that_counts_hears_of_each_eighth_event_and_may_send_several_in_one() -> None:
+    async with linked(silent) as (scripted, link, _):
+        heard = Heard()
+        link.submit(submit(), heard)
+        await scripted.until(lambda worker: bool(worker.submits))
+        (stream,) = scripted.streams
+        assert scripted.hellos[0].counts_events
+        stream.events.put_nowait(pb.Event(hello=pb.AttachHello(counts_events=True)))
+        accepted = pb.Event(accepted=pb.Accepted(request_id="r-0"))
+        step = pb.Event(step=pb.StepBatch(outputs=[pb.TokenOutput(request_id="r-0", token_ids=[7, 8])]))
+        stream.events.put_nowait(pb.Event(several=pb.Events(events=[accepted, step, step])))
+        for _ in range(16):
+            stream.events.put_nowait(step)
+        await scripted.until(lambda worker: len(worker.reads) == 2)
+        assert [read.num_events for read in scripted.reads] == [8, 16]
+        assert heard.words[:3] == ["accepted", "tokens 2", "tokens 2"]
+
+
+async def test_a_worker_of_the_release_before_is_told_of_no_events() -> None:
+    async with linked() as (scripted, link, _):
+        for number in range(10):
+            heard = Heard()
+            link.submit(submit(f"r-{number}"), heard)
+            await heard.until(lambda words: len(words) == 3)
+        assert scripted.reads == []
+
+
 async def test_a_refusal_keeps_its_kind_and_its_retry_after() -> None:
     async with linked(refuse_with(Unavailable("loading", retry_after_seconds=2.0))) as (_, link, _):
         heard = Heard()

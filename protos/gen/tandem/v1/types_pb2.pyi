@@ -1133,6 +1133,7 @@ class AttachHello(message.Message):
     TAKES_CHOICES_FIELD_NUMBER: builtins.int
     USES_GRANTS_FIELD_NUMBER: builtins.int
     ANSWERS_TABLES_FIELD_NUMBER: builtins.int
+    COUNTS_EVENTS_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
     worker_incarnation: builtins.str
@@ -1143,6 +1144,8 @@ class AttachHello(message.Message):
     """the gateway heeds grants and sends Demand; in the worker's answer: it sends grants"""
     answers_tables: builtins.bool
     """in the worker's answer: it answers Command.tables"""
+    counts_events: builtins.bool
+    """the gateway sends EventsRead and takes Event.several; in the worker's answer: it heeds them"""
     def __init__(
         self,
         *,
@@ -1152,10 +1155,11 @@ class AttachHello(message.Message):
         takes_choices: builtins.bool = ...,
         uses_grants: builtins.bool = ...,
         answers_tables: builtins.bool = ...,
+        counts_events: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["answers_tables", b"answers_tables", "counts_events", b"counts_events", "gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "uses_grants", b"uses_grants", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1382,6 +1386,7 @@ class Command(message.Message):
     CHOICES_FIELD_NUMBER: builtins.int
     DEMAND_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1400,6 +1405,10 @@ class Command(message.Message):
     def tables(self) -> AskTables:
         """only to a worker whose hello has answers_tables"""
 
+    @builtins.property
+    def read(self) -> EventsRead:
+        """only to a worker whose hello has counts_events"""
+
     def __init__(
         self,
         *,
@@ -1409,14 +1418,35 @@ class Command(message.Message):
         choices: SubmitChoices | None = ...,
         demand: Demand | None = ...,
         tables: AskTables | None = ...,
+        read: EventsRead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "read", b"read", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "demand", b"demand", "hello", b"hello", "kind", b"kind", "read", b"read", "submit", b"submit", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices", "demand", "tables"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices", "demand", "tables", "read"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class EventsRead(message.Message):
+    """Sent after some events: a worker leaves no more than a few on their way, and sends the later ones together."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_EVENTS_FIELD_NUMBER: builtins.int
+    num_events: builtins.int
+    """messages that the gateway has read of the stream so far"""
+    def __init__(
+        self,
+        *,
+        num_events: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_events", b"num_events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class Accepted(message.Message):
@@ -1707,6 +1737,7 @@ class Event(message.Message):
     STEP_FIELD_NUMBER: builtins.int
     GRANT_FIELD_NUMBER: builtins.int
     TABLES_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
@@ -1725,6 +1756,10 @@ class Event(message.Message):
     def tables(self) -> TablesPart:
         """only to a gateway that has asked"""
 
+    @builtins.property
+    def several(self) -> Events:
+        """only to a gateway whose hello has counts_events; none of them is `several` or `tables`"""
+
     def __init__(
         self,
         *,
@@ -1735,14 +1770,35 @@ class Event(message.Message):
         step: StepBatch | None = ...,
         grant: Grant | None = ...,
         tables: TablesPart | None = ...,
+        several: Events | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "several", b"several", "step", b"step", "tables", b"tables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "step", b"step", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "failed", b"failed", "grant", b"grant", "hello", b"hello", "kind", b"kind", "refused", b"refused", "several", b"several", "step", b"step", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "tables"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step", "grant", "tables", "several"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class Events(message.Message):
+    """Events in their order."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def events(self) -> containers.RepeatedCompositeFieldContainer[Event]: ...
+    def __init__(
+        self,
+        *,
+        events: abc.Iterable[Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class EncodeInput(message.Message):

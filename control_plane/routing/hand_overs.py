@@ -8,8 +8,9 @@ that of the last one:
     wait     = what the read lacks of the free arena * m          (between hosts)
     cost     = fixed(pair) + transfer + wait
 
-`fixed` is learnt for each pair of hosts. Without news it returns to what is assumed, so that a pair that was slow once
-is tried again. Between hosts the bytes come in windows of the arena, one round trip each.
+`fixed` and `m` are learnt for each pair of hosts (`pair_line.py`). Without news they return to what is assumed, so that
+a pair that was slow once is tried again. Between hosts the bytes come in windows of the arena, and `m` is assumed by
+what the link has measured.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_figures import ASSUMED_LINK, Arena, Link, WorkerFigures
+from control_plane.routing.pair_line import PairLine
 from tandem.v1 import types_pb2 as pb
 
 _ASSUMED_FIXED_MS = 8.0
@@ -35,7 +37,6 @@ _MEMORY_MS_PER_BYTE = 1000.0 / 5e9
 """Within a host: one copy, beside other work."""
 MAX_HAND_OVER_MS = 10_000.0
 """A longer one counts as this one: a worker's clock was set, or its host stood still."""
-_NEW_WEIGHT = 0.2
 MAX_PAIRS = 16_384
 """Learnt ones: those of 128 hosts."""
 HALF_LIFE_SECONDS = 60.0
@@ -74,13 +75,23 @@ class Known(NamedTuple):
     """What a pair is made of."""
 
     assumed_ms: float
-    ms_per_byte: float
+    assumed_ms_per_byte: float
     learnt_ms: float
+    learnt_ms_per_byte: float
     learnt_at: float
-    """Monotonic seconds; -inf: nothing is learnt, and `learnt_ms` is what is assumed."""
+    """Monotonic seconds; -inf: nothing is learnt, and `learnt_ms` and `learnt_ms_per_byte` are what is assumed."""
 
 
-_WITHIN_A_HOST = Known(_ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, _ASSUMED_FIXED_MS, -math.inf)
+class _Learnt(NamedTuple):
+    """Of a pair, from hand-overs that have ended."""
+
+    line: PairLine
+    fixed_ms: float
+    ms_per_byte: float
+    at: float
+
+
+_WITHIN_A_HOST = Known(_ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, _ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, -math.inf)
 
 
 class HandOverCost(NamedTuple):
@@ -166,8 +177,7 @@ class HandOvers:
 
     def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
-        self._learnt: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
-        """By pair: fixed milliseconds, and when they were learnt."""
+        self._learnt: OrderedDict[tuple[str, str], _Learnt] = OrderedDict()
         self._learnt_from: dict[str, set[str]] = {}
         """The same pairs: where blocks are moved to, by the host from where."""
         self._links: dict[str, dict[str, Link]] = {}
@@ -244,11 +254,13 @@ class HandOvers:
             if found is None:
                 found = self._strangers[to_host] = Pair(*self.of_strangers(to_host)[:2])
             return found
-        fixed_ms, ms_per_byte, learnt_ms, learnt_at = self.known(from_host, to_host)
+        fixed_ms, ms_per_byte, learnt_ms, learnt_ms_per_byte, learnt_at = self.known(from_host, to_host)
         if learnt_at == -math.inf:
             return Pair(fixed_ms, ms_per_byte)
         at = whole_second(self._clock())
-        fixed_ms += float(share_left(learnt_at, at)) * (learnt_ms - fixed_ms)
+        share = float(share_left(learnt_at, at))
+        fixed_ms += share * (learnt_ms - fixed_ms)
+        ms_per_byte += share * (learnt_ms_per_byte - ms_per_byte)
         return Pair(fixed_ms, ms_per_byte, at + REFRESH_SECONDS)
 
     def known(self, from_host: str, to_host: str) -> Known:
@@ -259,7 +271,7 @@ class HandOvers:
             link = self._links.get(to_host, _NO_LINKS).get(self._addresses.get(from_host, ""), ASSUMED_LINK)
             assumed = _assumed(link, self.arena(to_host).window_bytes)
         learnt = self._learnt.get((from_host, to_host))
-        return assumed if learnt is None else Known(assumed.assumed_ms, assumed.ms_per_byte, *learnt)
+        return assumed if learnt is None else Known(assumed.assumed_ms, assumed.assumed_ms_per_byte, *learnt[1:])
 
     def of_strangers(self, to_host: str) -> Known:
         """Return what pairs with a host are made of where nothing is measured or learnt, except within the host."""
@@ -284,15 +296,15 @@ class HandOvers:
     def ended(self, shown: Shown, from_host: str, reader: Worker, num_bytes: int, took_ms: float) -> None:
         """Take in a hand-over of so many bytes; `took_ms`: from the first token, or from when decode took the request.
 
-        What the link explains is not learnt again.
+        Only the bytes count that were left when prefill ended, as was predicted.
         """
         key = from_host, reader.figures.host_id
-        pair = self.pair(*key)
+        pair, known, now = self.pair(*key), self.known(*key), self._clock()
         num_left = num_late(num_bytes, shown, reader.figures.bytes_per_token, pair.ms_per_byte)
-        fixed_ms = max(0.0, min(MAX_HAND_OVER_MS, took_ms) - pair.ms_per_byte * num_left)
-        mixed_ms = (1 - _NEW_WEIGHT) * pair.fixed_ms + _NEW_WEIGHT * fixed_ms
-        self._learnt.pop(key, None)
-        self._learnt[key] = mixed_ms, self._clock()
+        before = self._learnt.pop(key, None)
+        line = PairLine() if before is None else before.line.faded(float(share_left(before.at, now)))
+        line = line.plus(num_left, min(MAX_HAND_OVER_MS, took_ms), pair.fixed_ms, pair.ms_per_byte)
+        self._learnt[key] = _Learnt(line, *line.solved(known.assumed_ms, known.assumed_ms_per_byte), now)
         self._learnt_from.setdefault(key[0], set()).add(key[1])
         if len(self._learnt) > MAX_PAIRS:
             oldest = self._learnt.popitem(last=False)[0]
@@ -375,8 +387,8 @@ def share_left(learnt_at: npt.ArrayLike, now: float) -> npt.NDArray[np.float64]:
 
 @lru_cache(maxsize=1 << 15)
 def _assumed(link: Link, window_bytes: float) -> Known:
-    ms = _ASSUMED_FIXED_MS + link.latency_ms
-    return Known(ms, link.ms_per_byte(window_bytes), ms, -math.inf)
+    ms, ms_per_byte = _ASSUMED_FIXED_MS + link.latency_ms, link.ms_per_byte(window_bytes)
+    return Known(ms, ms_per_byte, ms, ms_per_byte, -math.inf)
 
 
 def _discard(sets: dict[str, set[str]], key: str, value: str) -> None:

@@ -15,16 +15,16 @@ from control_plane.routing.hand_overs import REFRESH_SECONDS, HandOvers, Shown, 
 Floats = npt.NDArray[np.float64]
 
 _MAX_PAIRS = 1 << 18
-"""Of a table; 40 bytes each."""
+"""Of a table; 56 bytes each."""
 
 
 class _Row:
     """Of one prefill host."""
 
     def __init__(self, known: Floats) -> None:
-        """`known`: the fields of `Known`; [4, hosts]."""
+        """`known`: the fields of `Known`; [5, hosts]."""
         self.known = known
-        self.ms_per_byte: Floats = known[1]
+        self.ms_per_byte: Floats = known[1].copy()
         self.fixed_ms: Floats = known[0].copy()
         self.addresses = address(self.ms_per_byte, np.float64), address(self.fixed_ms, np.float64)
         """Of these two arrays, which are changed and not made anew."""
@@ -33,13 +33,15 @@ class _Row:
 
     def refresh(self, now: float) -> None:
         """Let what was learnt return to what is assumed; of most hosts nothing was, and then nothing changes."""
-        assumed_ms, _, learnt_ms, learnt_at = self.known
+        assumed_ms, assumed_ms_per_byte, learnt_ms, learnt_ms_per_byte, learnt_at = self.known
         if learnt_at.max() == -math.inf:
-            self.fixed_ms[:] = assumed_ms
+            self.fixed_ms[:], self.ms_per_byte[:] = assumed_ms, assumed_ms_per_byte
             self.until = math.inf
             return
         at = whole_second(now)
-        self.fixed_ms[:] = assumed_ms + share_left(learnt_at, at) * (learnt_ms - assumed_ms)
+        share = share_left(learnt_at, at)
+        self.fixed_ms[:] = assumed_ms + share * (learnt_ms - assumed_ms)
+        self.ms_per_byte[:] = assumed_ms_per_byte + share * (learnt_ms_per_byte - assumed_ms_per_byte)
         self.until = at + REFRESH_SECONDS
 
 
@@ -82,7 +84,7 @@ class PairColumns:
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """By prefill host, the one that was asked for last at the end."""
         self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places], np.float64).T
-        """The fields of `Known` of a prefill host of which nothing is known; [4, hosts]."""
+        """The fields of `Known` of a prefill host of which nothing is known; [5, hosts]."""
         self._arenas = np.array([hand_overs.arena(host) for host in self.places], np.float64).T.copy("C")
         """Free bytes and those of a window; [2, hosts]."""
         self._sources = Sources((), self.places)

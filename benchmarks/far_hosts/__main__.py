@@ -3,7 +3,7 @@
     python -m benchmarks.far_hosts [--quick] [--json FILE] [--markdown FILE]
 
 Prefill is on one host and decode on another, each in a network namespace of its own. What their KV services say to each
-other passes a link of 80 ms and 1 Gbit/s (`link.py`), which their connections may fill; the gateway is as near to both.
+other passes a link of 80 ms and 1 Gbit/s (`link.py`), with Linux's settings of connections; the gateway is as near to both.
 Some prompts begin with what prefill has in its pool. Each is asked as the router chooses; then another one that is as
 long, and as cached, is asked the other way. An answer runs at decode all the while.
 
@@ -37,8 +37,6 @@ from control_plane.routing.router import Route, Router
 from tests.system.fleet import Fleet, token_request
 
 ROUND_TRIP_MS, BITS_PER_SECOND = 80.0, 1e9
-SEND_BUFFER_BYTES = 32 << 20
-"""Of a connection, at most. Linux's default of 4 MiB is 33 MB/s at 80 ms, whatever the link could carry."""
 EQUAL = 1.1
 """Ways whose costs differ by less are equal: the same way twice differs as much."""
 MAX_WRONG_SHARE = 0.05
@@ -109,10 +107,11 @@ class Pair:
 
 
 class _Forced(Router):
-    """Chooses among the ways of one kind."""
+    """Chooses among the ways of one kind. All of the gateway's routers count its answers, and each learns by itself."""
 
     def __init__(self, router: Router, fleet: Fleet, hand_over: HandOver) -> None:
         super().__init__(fleet.registry, prefixes=router.prefixes)
+        self.in_flight = router.in_flight
         self._forced: HandOver = hand_over
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
@@ -234,8 +233,6 @@ async def measure(outcome: Outcome, size: Size, folder: Path, progress: Progress
     """Ask all prompts, and enter what was found."""
     here, there = NetworkHost("a", _NEAR[0], is_new=False), NetworkHost("b", _NEAR[1])
     try:
-        for host in (here, there):
-            host.run(_tune_tcp)
         join(here, there)
         with far_link(here, there, _FAR, ROUND_TRIP_MS, BITS_PER_SECOND):
             async with far_fleet(folder, here, there, progress) as fleet:
@@ -249,14 +246,6 @@ async def measure(outcome: Outcome, size: Size, folder: Path, progress: Progress
         here.close()
         there.close()
     enter(outcome, pairs[size.num_lessons :])
-
-
-def _tune_tcp() -> None:
-    """Let connections of this network namespace fill the link (docs/operate/machines.md), also after a pause."""
-    settings = Path("/proc/sys/net/ipv4")
-    least, usual, _ = (settings / "tcp_wmem").read_text().split()
-    (settings / "tcp_wmem").write_text(f"{least} {usual} {SEND_BUFFER_BYTES}")
-    (settings / "tcp_slow_start_after_idle").write_text("0")
 
 
 async def _next_pair(asker: Asker, size: Size, rng: random.Random, number: int, progress: Progress) -> Pair:
@@ -351,6 +340,10 @@ def _way(pair: Pair, *, is_handed_over: bool) -> Asked:
     return pair.chosen if pair.chosen.is_handed_over == is_handed_over else pair.other
 
 
+def _of_tcp(setting: str) -> str:
+    return " ".join(Path("/proc/sys/net/ipv4", setting).read_text().split())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return 1 if a target is missed."""
     options = parser("far_hosts", __doc__ or "", "six pairs").parse_args(arguments)
@@ -365,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "model": f"random Llama, shape {_SHAPE}, float32, 16 KiB of KV per token; one core each",
         "link": f"{ROUND_TRIP_MS:g} ms there and back, {BITS_PER_SECOND / 1e9:g} Gbit/s; packets of 65,000 bytes",
-        "tcp": f"send buffers of up to {SEND_BUFFER_BYTES >> 20} MiB, no slow start after a pause",
+        "tcp": f"{_of_tcp('tcp_congestion_control')}, send buffers of {_of_tcp('tcp_wmem')} bytes",
         "prompts": f"{size.lengths[0]} to {size.lengths[1]:,} tokens",
     }
     return run("far_hosts", options, conditions, measured)

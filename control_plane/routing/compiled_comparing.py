@@ -116,9 +116,10 @@ class CompiledComparing:
     def _ask_sources(self, table: WorkerTable, remote: Remote) -> None:
         """Write what hand-overs from the prefill workers' hosts take."""
         pairs, compared = self._shortlist.pairs(table), self._decodes.compared
-        places, ms_per_byte, fixed_ms, until = pairs.sources(remote.hosts).addresses
+        places, ms_per_byte, fixed_ms, latency_ms, until = pairs.sources(remote.hosts).addresses
         compared.source_places, compared.source_until = places, until
         compared.source_ms_per_byte, compared.source_fixed_ms = ms_per_byte, fixed_ms
+        compared.source_latency_ms = latency_ms
         compared.free_bytes, compared.window_bytes = pairs.arena_addresses
 
     def _ask(self, candidates: _Candidates, table: WorkerTable, query: Query, last: str) -> bool:

@@ -71,6 +71,7 @@ class Asked(ctypes.Structure):
     overlap_ms: float
     ms_per_byte: int
     fixed_ms: int
+    latency_ms: int
     free_bytes: int | None
     window_bytes: int | None
     from_host: int
@@ -94,7 +95,7 @@ class Asked(ctypes.Structure):
         *((name, _DOUBLE) for name in ("num_prompt_tokens", "num_tokens", "answer_ms", "now", "typical_rate")),
         *((name, _INT) for name in ("is_short", "hand_over")),
         *((name, _DOUBLE) for name in ("prefill_ms", "num_bytes", "num_last_bytes", "overlap_ms")),
-        *((name, _POINTER) for name in ("ms_per_byte", "fixed_ms", "free_bytes", "window_bytes")),
+        *((name, _POINTER) for name in ("ms_per_byte", "fixed_ms", "latency_ms", "free_bytes", "window_bytes")),
         ("from_host", _INT),
         ("has_key", _INT),
         ("key", ctypes.c_uint64),
@@ -158,6 +159,7 @@ class Compared(ctypes.Structure):
     source_places: int
     source_ms_per_byte: int
     source_fixed_ms: int
+    source_latency_ms: int
     source_until: int
     free_bytes: int
     window_bytes: int
@@ -184,7 +186,7 @@ class Compared(ctypes.Structure):
         ("hand_over", _INT),
         ("prefills", _POINTER),
         ("prefill", _INT),
-        *((f"source_{name}", _POINTER) for name in ("places", "ms_per_byte", "fixed_ms", "until")),
+        *((f"source_{name}", _POINTER) for name in ("places", "ms_per_byte", "fixed_ms", "latency_ms", "until")),
         *((name, _POINTER) for name in ("free_bytes", "window_bytes")),
         *((name, _INT) for name in ("lacks_sources", "num_overdue", "num_found")),
         ("found", _DOUBLE * (MAX_CANDIDATES * NUM_ESTIMATED)),

@@ -77,7 +77,7 @@ class CompiledScoring:
         asked.prefill_ms, asked.overlap_ms = way.prefill_ms, shown.overlap_ms
         asked.num_bytes = num_bytes = shown.num_tokens * way.bytes_per_token
         asked.num_last_bytes = shown.num_last_tokens * way.bytes_per_token
-        asked.ms_per_byte, asked.fixed_ms = row.addresses
+        asked.ms_per_byte, asked.fixed_ms, asked.latency_ms = row.addresses
         asked.free_bytes = None
         if num_bytes > pairs.least_free:
             asked.free_bytes, asked.window_bytes = pairs.arena_addresses

@@ -298,7 +298,8 @@ class CostModel:
 
     def shown(self, estimate: PrefillEstimate, num_tokens: int) -> Shown:
         """Return what others can read of a prompt of so many tokens at a prefill worker, and when."""
-        return shown(estimate.worker.figures, num_tokens, estimate.num_computed_tokens, estimate.compute_ms)
+        computed, compute_ms = estimate.num_computed_tokens, estimate.compute_ms
+        return shown(estimate.worker.figures, num_tokens, computed, compute_ms, estimate.total_ms)
 
     def hand_over(self, estimate: PrefillEstimate, num_tokens: int, decode: Worker, num_own: int = 0) -> HandOverCost:
         """Return what handing a prompt over takes after prefill's first token; decode has `num_own` of its tokens."""
@@ -424,7 +425,9 @@ class CostModel:
         until then is not the hand-over's.
         """
         compute_ms = (prefill.first_token_ns - prefill.scheduled_ns) / 1e6 if prefill.scheduled_ns else 0.0
-        what = shown(writer.figures, prefill.num_prompt_tokens, prefill.num_computed_tokens, max(0.0, compute_ms))
+        first_ms = (prefill.first_token_ns - prefill.submitted_ns) / 1e6 if prefill.submitted_ns else math.inf
+        computed = prefill.num_computed_tokens
+        what = shown(writer.figures, prefill.num_prompt_tokens, computed, max(0.0, compute_ms), max(0.0, first_ms))
         self.hand_overs.ended(what, writer.figures.host_id, reader, num_bytes, took_ms)
 
     def _heard(self, worker: Worker) -> None:

@@ -6,7 +6,10 @@ that of the last one:
 
     transfer = max(b * m, B * m - t)
     wait     = what the read lacks of the free arena * m          (between hosts)
-    cost     = fixed(pair) + transfer + wait
+    asking   = what is left of a round trip when prefill ends     (between hosts)
+    cost     = fixed(pair) + transfer + wait + asking
+
+Decode's host asks prefill's one for the blocks while prefill computes, which hides the round trip if that takes longer.
 
 `fixed` and `m` are learnt for each pair of hosts (`pair_line.py`). Without news they return to what is assumed, so that
 a pair that was slow once is tried again. Between hosts the bytes come in windows of the arena, and `m` is assumed by
@@ -60,6 +63,8 @@ class Shown(msgspec.Struct, frozen=True, gc=False):
     """Computed in its last step."""
     overlap_ms: float
     """From the end of the first step, when the blocks before it are shown too, until that of the last one."""
+    first_ms: float = math.inf
+    """From when both workers are asked until the end of the last step."""
 
 
 class Pair(msgspec.Struct, frozen=True, gc=False):
@@ -67,6 +72,8 @@ class Pair(msgspec.Struct, frozen=True, gc=False):
 
     fixed_ms: float
     ms_per_byte: float
+    latency_ms: float
+    """Of a round trip."""
     until: float | None = None
     """When it is found anew, monotonic seconds; None: once something has changed."""
 
@@ -80,6 +87,7 @@ class Known(NamedTuple):
     learnt_ms_per_byte: float
     learnt_at: float
     """Monotonic seconds; -inf: nothing is learnt, and `learnt_ms` and `learnt_ms_per_byte` are what is assumed."""
+    latency_ms: float
 
 
 class _Learnt(NamedTuple):
@@ -91,7 +99,7 @@ class _Learnt(NamedTuple):
     at: float
 
 
-_WITHIN_A_HOST = Known(_ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, _ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, -math.inf)
+_WITHIN_A_HOST = Known(_ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, _ASSUMED_FIXED_MS, _MEMORY_MS_PER_BYTE, -math.inf, 0.0)
 
 
 class HandOverCost(NamedTuple):
@@ -102,6 +110,7 @@ class HandOverCost(NamedTuple):
     num_bytes: int
     """All that the decode worker does not have."""
     fixed_ms: float
+    """With what is left of the round trip."""
     transfer_ms: float
     wait_ms: float
     """Until the arena of the decode worker's host has room."""
@@ -124,7 +133,8 @@ class Reader(msgspec.Struct, frozen=True, gc=False):
 
     def cost(self, shown: Shown, from_host: str, pair: Pair) -> HandOverCost:
         """Return the cost of reading it from a host, and what that is made of."""
-        fixed_ms, ms_per_byte, num_bytes = pair.fixed_ms, pair.ms_per_byte, round(self.num_bytes)
+        ms_per_byte, num_bytes = pair.ms_per_byte, round(self.num_bytes)
+        fixed_ms = pair.fixed_ms + max(0.0, pair.latency_ms - shown.first_ms)
         transfer_ms = ms_per_byte * num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
         wait_ms = 0.0 if from_host == self.host_id else ms_per_byte * self.num_lacking
         return HandOverCost(from_host, self.host_id, num_bytes, fixed_ms, transfer_ms, wait_ms, ms_per_byte)
@@ -135,7 +145,7 @@ class Reader(msgspec.Struct, frozen=True, gc=False):
         num_left = num_late(self.num_bytes, shown, self.bytes_per_token, ms_per_byte)
         if from_host != self.host_id:
             num_left += self.num_lacking
-        return pair.fixed_ms + ms_per_byte * num_left
+        return pair.fixed_ms + ms_per_byte * num_left + max(0.0, pair.latency_ms - shown.first_ms)
 
 
 def num_late(num_bytes: float, shown: Shown, bytes_per_token: float, ms_per_byte: float) -> float:
@@ -152,12 +162,14 @@ def chunk_tokens(figures: WorkerFigures) -> int:
     return figures.chunk_tokens or _DEFAULT_CHUNK_TOKENS
 
 
-def shown(figures: WorkerFigures, num_tokens: int, num_computed: int, compute_ms: float) -> Shown:
+def shown(
+    figures: WorkerFigures, num_tokens: int, num_computed: int, compute_ms: float, first_ms: float = math.inf
+) -> Shown:
     """Return what a prefill worker with these figures shows of a prompt; it computes `num_computed` of the tokens."""
     chunk = chunk_tokens(figures)
     if num_computed <= chunk:
-        return Shown(num_tokens, num_computed, 0.0)
-    return Shown(num_tokens, chunk, compute_ms * (1 - chunk / num_computed))
+        return Shown(num_tokens, num_computed, 0.0, first_ms)
+    return Shown(num_tokens, chunk, compute_ms * (1 - chunk / num_computed), first_ms)
 
 
 class Listener(Protocol):
@@ -252,16 +264,18 @@ class HandOvers:
         if self._are_strangers(from_host, to_host):
             found = self._strangers.get(to_host)
             if found is None:
-                found = self._strangers[to_host] = Pair(*self.of_strangers(to_host)[:2])
+                known = self.of_strangers(to_host)
+                found = self._strangers[to_host] = Pair(known.assumed_ms, known.assumed_ms_per_byte, known.latency_ms)
             return found
-        fixed_ms, ms_per_byte, learnt_ms, learnt_ms_per_byte, learnt_at = self.known(from_host, to_host)
-        if learnt_at == -math.inf:
-            return Pair(fixed_ms, ms_per_byte)
+        known = self.known(from_host, to_host)
+        fixed_ms, ms_per_byte = known.assumed_ms, known.assumed_ms_per_byte
+        if known.learnt_at == -math.inf:
+            return Pair(fixed_ms, ms_per_byte, known.latency_ms)
         at = whole_second(self._clock())
-        share = float(share_left(learnt_at, at))
-        fixed_ms += share * (learnt_ms - fixed_ms)
-        ms_per_byte += share * (learnt_ms_per_byte - ms_per_byte)
-        return Pair(fixed_ms, ms_per_byte, at + REFRESH_SECONDS)
+        share = float(share_left(known.learnt_at, at))
+        fixed_ms += share * (known.learnt_ms - fixed_ms)
+        ms_per_byte += share * (known.learnt_ms_per_byte - ms_per_byte)
+        return Pair(fixed_ms, ms_per_byte, known.latency_ms, at + REFRESH_SECONDS)
 
     def known(self, from_host: str, to_host: str) -> Known:
         """Return what a pair is made of."""
@@ -271,7 +285,9 @@ class HandOvers:
             link = self._links.get(to_host, _NO_LINKS).get(self._addresses.get(from_host, ""), ASSUMED_LINK)
             assumed = _assumed(link, self.arena(to_host).window_bytes)
         learnt = self._learnt.get((from_host, to_host))
-        return assumed if learnt is None else Known(assumed.assumed_ms, assumed.assumed_ms_per_byte, *learnt[1:])
+        if learnt is None:
+            return assumed
+        return Known(assumed.assumed_ms, assumed.assumed_ms_per_byte, *learnt[1:], assumed.latency_ms)
 
     def of_strangers(self, to_host: str) -> Known:
         """Return what pairs with a host are made of where nothing is measured or learnt, except within the host."""
@@ -296,14 +312,15 @@ class HandOvers:
     def ended(self, shown: Shown, from_host: str, reader: Worker, num_bytes: int, took_ms: float) -> None:
         """Take in a hand-over of so many bytes; `took_ms`: from the first token, or from when decode took the request.
 
-        Only the bytes count that were left when prefill ended, as was predicted.
+        Only the bytes count that were left when prefill ended, as was predicted, and nothing of the round trip.
         """
         key = from_host, reader.figures.host_id
         pair, known, now = self.pair(*key), self.known(*key), self._clock()
         num_left = num_late(num_bytes, shown, reader.figures.bytes_per_token, pair.ms_per_byte)
         before = self._learnt.pop(key, None)
         line = PairLine() if before is None else before.line.faded(float(share_left(before.at, now)))
-        line = line.plus(num_left, min(MAX_HAND_OVER_MS, took_ms), pair.fixed_ms, pair.ms_per_byte)
+        took_ms = max(0.0, min(MAX_HAND_OVER_MS, took_ms) - max(0.0, pair.latency_ms - shown.first_ms))
+        line = line.plus(num_left, took_ms, pair.fixed_ms, pair.ms_per_byte)
         self._learnt[key] = _Learnt(line, *line.solved(known.assumed_ms, known.assumed_ms_per_byte), now)
         self._learnt_from.setdefault(key[0], set()).add(key[1])
         if len(self._learnt) > MAX_PAIRS:
@@ -388,7 +405,7 @@ def share_left(learnt_at: npt.ArrayLike, now: float) -> npt.NDArray[np.float64]:
 @lru_cache(maxsize=1 << 15)
 def _assumed(link: Link, window_bytes: float) -> Known:
     ms, ms_per_byte = _ASSUMED_FIXED_MS + link.latency_ms, link.ms_per_byte(window_bytes)
-    return Known(ms, ms_per_byte, ms, ms_per_byte, -math.inf)
+    return Known(ms, ms_per_byte, ms, ms_per_byte, -math.inf, link.latency_ms)
 
 
 def _discard(sets: dict[str, set[str]], key: str, value: str) -> None:

@@ -15,25 +15,27 @@ from control_plane.routing.hand_overs import REFRESH_SECONDS, HandOvers, Shown, 
 Floats = npt.NDArray[np.float64]
 
 _MAX_PAIRS = 1 << 18
-"""Of a table; 56 bytes each."""
+"""Of a table; 64 bytes each."""
 
 
 class _Row:
     """Of one prefill host."""
 
     def __init__(self, known: Floats) -> None:
-        """`known`: the fields of `Known`; [5, hosts]."""
+        """`known`: the fields of `Known`; [6, hosts]."""
         self.known = known
         self.ms_per_byte: Floats = known[1].copy()
         self.fixed_ms: Floats = known[0].copy()
-        self.addresses = address(self.ms_per_byte, np.float64), address(self.fixed_ms, np.float64)
-        """Of these two arrays, which are changed and not made anew."""
+        self.latency_ms: Floats = known[5]
+        columns = self.ms_per_byte, self.fixed_ms, self.latency_ms
+        self.addresses = tuple([address(each, np.float64) for each in columns])
+        """Of these three arrays, which are changed and not made anew."""
         self.until = 0.0
         """When it is refreshed next, monotonic seconds; inf: once a pair has changed."""
 
     def refresh(self, now: float) -> None:
         """Let what was learnt return to what is assumed; of most hosts nothing was, and then nothing changes."""
-        assumed_ms, assumed_ms_per_byte, learnt_ms, learnt_ms_per_byte, learnt_at = self.known
+        assumed_ms, assumed_ms_per_byte, learnt_ms, learnt_ms_per_byte, learnt_at, _ = self.known
         if learnt_at.max() == -math.inf:
             self.fixed_ms[:], self.ms_per_byte[:] = assumed_ms, assumed_ms_per_byte
             self.until = math.inf
@@ -54,8 +56,8 @@ class Sources:
         self.number_of = {host: number for number, host in enumerate(hosts)}
         self.places = np.array([places.get(host, -1 - number) for host, number in self.number_of.items()], np.int64)
         """Of decode hosts; a number below 0 for each host that is none."""
-        self.rows = np.zeros((2, len(hosts)), np.int64)
-        """Addresses of milliseconds per byte, and of fixed ones."""
+        self.rows = np.zeros((3, len(hosts)), np.int64)
+        """Addresses of milliseconds per byte, of fixed ones, and of those of a round trip."""
         self.until = np.full(len(hosts), -math.inf)
         """When these are refreshed next; -inf: they are not made yet."""
         self.addresses = (
@@ -84,7 +86,7 @@ class PairColumns:
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """By prefill host, the one that was asked for last at the end."""
         self._strangers = np.array([hand_overs.of_strangers(host) for host in self.places], np.float64).T
-        """The fields of `Known` of a prefill host of which nothing is known; [5, hosts]."""
+        """The fields of `Known` of a prefill host of which nothing is known; [6, hosts]."""
         self._arenas = np.array([hand_overs.arena(host) for host in self.places], np.float64).T.copy("C")
         """Free bytes and those of a window; [2, hosts]."""
         self._sources = Sources((), self.places)
@@ -100,6 +102,7 @@ class PairColumns:
             found -= shown.overlap_ms
             np.maximum(found, row.ms_per_byte * last, out=found)
         found += row.fixed_ms
+        found += np.maximum(0.0, row.latency_ms - shown.first_ms)
         if num_bytes > self.least_free:
             free, window = self._arenas
             lacking = np.maximum(0.0, np.minimum(num_bytes, 2 * window) - free)

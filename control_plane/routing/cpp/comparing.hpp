@@ -57,6 +57,7 @@ struct Compared {
   // Of hand-overs from the hosts of the prefill workers' table; [its hosts]:
   const int64_t* source_places;  // their numbers in this table; below 0, and another for each: they are not in it
   const double *const *source_ms_per_byte, *const *source_fixed_ms;  // [its hosts][hosts of the table]
+  const double* const* source_latency_ms;
   const double* source_until;    // when these are to be made anew
   const double *free_bytes, *window_bytes;  // [hosts of the table]
   // Out:
@@ -285,8 +286,10 @@ class Ways {
     double num_left = num_bytes_;
     if (num_last < num_bytes_) num_left = std::max(num_last, num_bytes_ - prefills_.overlap_ms[prefill] / ms_per_byte);
     if (compared_.source_places[from_host] != to_host_) num_left += num_lacking_;
-    const double hand_over_ms = compared_.source_fixed_ms[from_host][to_host_] + ms_per_byte * num_left;
-    return prefills_.found[prefill].total_ms() + hand_over_ms;
+    const double total_ms = prefills_.found[prefill].total_ms();
+    const double asking_ms = std::max(0.0, compared_.source_latency_ms[from_host][to_host_] - total_ms);
+    const double hand_over_ms = compared_.source_fixed_ms[from_host][to_host_] + ms_per_byte * num_left + asking_ms;
+    return total_ms + hand_over_ms;
   }
 
   const Compared& compared_;
@@ -359,6 +362,7 @@ inline void ask_hand_over(const Table& table, Asked& asked, const Compared& comp
   const int64_t from_host = prefills.hosts[prefill];
   asked.ms_per_byte = compared.source_ms_per_byte[from_host];
   asked.fixed_ms = compared.source_fixed_ms[from_host];
+  asked.latency_ms = compared.source_latency_ms[from_host];
   asked.free_bytes = compared.free_bytes;
   asked.window_bytes = compared.window_bytes;
   asked.from_host = compared.source_places[from_host];

@@ -124,6 +124,7 @@ inline void score_hand_overs(const Table& table, const Asked& asked) {
     double ms = per_byte * asked.num_bytes;
     if (asked.num_last_bytes < asked.num_bytes) ms = std::max(ms - asked.overlap_ms, per_byte * asked.num_last_bytes);
     ms += asked.fixed_ms[host];
+    ms += std::max(0.0, asked.latency_ms[host] - asked.prefill_ms);
     if (asked.free_bytes && host != asked.from_host) {
       const double wanted = std::min(asked.num_bytes, 2 * asked.window_bytes[host]);
       ms += std::max(0.0, wanted - asked.free_bytes[host]) * per_byte;

@@ -44,7 +44,7 @@ struct Asked {
   int64_t is_short;                      // the table is: nobody reads what the prompt takes, and hand_over is kNever
   int64_t hand_over;                     // HandOver
   double prefill_ms, num_bytes, num_last_bytes, overlap_ms;
-  const double *ms_per_byte, *fixed_ms;   // [num_hosts]
+  const double *ms_per_byte, *fixed_ms, *latency_ms;  // [num_hosts]
   const double *free_bytes, *window_bytes;  // [num_hosts]; null: every arena has room
   int64_t from_host;                      // its number; -1: none of these
   int64_t has_key;

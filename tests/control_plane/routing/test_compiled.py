@@ -111,7 +111,7 @@ class Fleet:
             service.store.total_bytes = 1 << 30
         for other in rng.sample(range(self.num_hosts), rng.randrange(self.num_hosts)):
             speed = rng.choice((1e5, 1e8, 1e10))
-            service.links.add(address=f"h{other}", latency_ms=rng.uniform(0, 5), bytes_per_second=speed)
+            service.links.add(address=f"h{other}", latency_ms=rng.choice((1.0, 80.0, 400.0)), bytes_per_second=speed)
         if rng.random() < self.share_of_arenas:
             size = 1 << rng.choice((20, 28))
             service.arena_bytes, service.arena_free_bytes = size, rng.choice((0, rng.randrange(size)))
@@ -186,7 +186,8 @@ class Fleet:
         elif what > 0.95:
             self.calls(worker)
         elif worker.role == pb.WORKER_ROLE_DECODE:
-            costs.hand_overs.ended(Shown(2_000, 500, 100.0), hosts[0], worker, 1 << 24, rng.uniform(0, 200))
+            what_was_shown = Shown(2_000, 500, 100.0, rng.uniform(0, 400))
+            costs.hand_overs.ended(what_was_shown, hosts[0], worker, 1 << 24, rng.uniform(0, 200))
 
     def calls(self, worker: Worker) -> None:
         """Send a call, let one begin or bring its first token, or lose a stream."""

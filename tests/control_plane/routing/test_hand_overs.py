@@ -215,6 +215,20 @@ def test_each_pair_learns_for_itself_what_its_link_does_not_explain() -> None:
     assert harness.cost("a", far).fixed_ms <= 800.0, "the difference of two clocks"
 
 
+def test_a_prompt_that_is_soon_computed_hides_only_a_part_of_the_round_trip() -> None:
+    harness = Harness("a", "b")
+    near, far = harness.add("d", DECODE, "a"), harness.add("e", DECODE, "b")
+    harness.report("b", harness.kv_load(a=FAR))
+    soon, late = Shown(10, 10, 0.0, 20.0), Shown(10, 10, 0.0, 500.0)
+    assert harness.cost("a", far, soon).ms == pytest.approx(harness.cost("a", far, late).ms + 60.0)
+    assert harness.cost("a", near, soon) == harness.cost("a", near, late), "it asks its own KV service"
+    assert harness.column("a", soon) == pytest.approx([harness.cost("a", each, soon).ms for each in (near, far)])
+    for _ in range(60):
+        harness.costs.ended(soon, "a", far, 625_000, 300.0)
+    assert harness.cost("a", far, soon).ms == pytest.approx(300.0, rel=0.01)
+    assert harness.cost("a", far, late).ms == pytest.approx(240.0, rel=0.01)
+
+
 def test_what_was_learnt_is_forgotten_by_half_in_a_minute_so_that_a_slow_pair_is_tried_again() -> None:
     harness = Harness("a", "b")
     far = harness.add("e", DECODE, "b")
@@ -368,7 +382,7 @@ def test_columns_say_what_single_costs_say_for_any_figures() -> None:
                 address=f"{each}:1", latency_ms=rng.uniform(0, 9), bytes_per_second=rng.uniform(1e7, 1e10)
             )
         harness.report(host, report)
-        what = Shown(int(rng.integers(1, 5000)), int(rng.integers(1, 600)), rng.uniform(0, 500))
+        what = Shown(int(rng.integers(1, 5000)), int(rng.integers(1, 600)), rng.uniform(0, 500), rng.uniform(0, 12))
         harness.costs.ended(what, hosts[rng.integers(6)], readers[rng.integers(6)], 10_000, rng.uniform(0, 100))
         for each in hosts:
             assert harness.column(each, what) == pytest.approx([harness.cost(each, one, what).ms for one in readers])

@@ -3,9 +3,9 @@
     python -m benchmarks.far_hosts [--quick] [--json FILE] [--markdown FILE]
 
 Prefill is on one host and decode on another, each in a network namespace of its own. What their KV services say to each
-other passes a link of 80 ms and 1 Gbit/s (`link.py`), with Linux's settings of connections; the gateway is as near to both.
-Some prompts begin with what prefill has in its pool. Each is asked as the router chooses; then another one that is as
-long, and as cached, is asked the other way. An answer runs at decode all the while.
+other passes a link of 80 ms and 1 Gbit/s (`link.py`), with Linux's send buffers; the gateway is as near to both. Some
+prompts begin with what prefill has in its pool. Each is asked as the router chooses; then another one that is as long,
+and as cached, is asked the other way. An answer runs at decode all the while.
 
 A way costs the time to the answer's second token, which is the first of decode where a prompt is handed over, and half
 of the time in which decode computes the prompt: the answer that runs there waits for it (`SHARE_OF_OTHERS`).
@@ -358,7 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "model": f"random Llama, shape {_SHAPE}, float32, 16 KiB of KV per token; one core each",
         "link": f"{ROUND_TRIP_MS:g} ms there and back, {BITS_PER_SECOND / 1e9:g} Gbit/s; packets of 65,000 bytes",
-        "tcp": f"{_of_tcp('tcp_congestion_control')}, send buffers of {_of_tcp('tcp_wmem')} bytes",
+        "tcp": f"{_of_tcp('tcp_congestion_control')}, send buffers of {_of_tcp('tcp_wmem')} bytes, "
+        "no slow start after a pause",
         "prompts": f"{size.lengths[0]} to {size.lengths[1]:,} tokens",
     }
     return run("far_hosts", options, conditions, measured)

@@ -17,6 +17,7 @@ from typing import Protocol
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.handle_record import Broadcast
 from kv_transfer_svc.slab_checks import block_part_bytes
+from kv_transfer_svc.transport.tcp_transport import MAX_CONNECTIONS
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InvalidRequest
@@ -24,6 +25,13 @@ from tandem_runtime.kv.slabs import first_handed_over, trim_slab
 
 MAX_WINDOW_BYTES = 4 << 20
 """An engine copies as much in about a millisecond; a network needs some more for it than for its round trip."""
+READS_AT_ONCE = MAX_CONNECTIONS
+"""Of a pull. Each waits a round trip for its window, so one after the other would leave a far link idle most of the
+time; and one connection alone is limited by its send buffer."""
+_NUM_PARTS = READS_AT_ONCE - 1
+"""Of a slab whose windows would be fewer: one read is left for the slab of the last step."""
+_LEAST_BYTES = 1 << 20
+"""A shorter window is not made to have more of them."""
 _SHARE = 4
 """A pull may hold a quarter of the arena."""
 
@@ -38,7 +46,7 @@ class PullMemory(Protocol):
         """Bytes of the arena that the pull holds, in whole pages."""
 
     def cut(self, slab: kv.Slab) -> Iterator[kv.Slab]:
-        """Yield the parts of a slab that are read one after the other; raises InvalidRequest for an impossible slab."""
+        """Yield the parts of a slab that are read each by itself; raises InvalidRequest for an impossible slab."""
 
     async def allocate(self, part: kv.Slab) -> list[pb.Extent]:
         """Return an extent per block of a part; wait until there is room. Raises Overloaded if there never will be."""
@@ -90,7 +98,8 @@ class WindowMemory:
 
     def cut(self, slab: kv.Slab) -> Iterator[kv.Slab]:
         num_bytes = self._arena.held_bytes(_part_bytes(self._layout, slab, self._num_tokens))
-        max_blocks = max(1, self._window_bytes // num_bytes)
+        least, of_part = -(-_LEAST_BYTES // num_bytes), -(-slab.num_blocks // _NUM_PARTS)
+        max_blocks = max(1, min(self._window_bytes // num_bytes, max(least, of_part)))
         for first_block in range(slab.first_block, slab.first_block + slab.num_blocks, max_blocks):
             part = trim_slab(slab, first_block, max_blocks)
             assert part is not None, "the range ends with the slab"

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.handle_record import HandleRecord, handle_name
-from kv_transfer_svc.pull_memory import PullMemory, pull_memory
+from kv_transfer_svc.pull_memory import READS_AT_ONCE, PullMemory, pull_memory
 from kv_transfer_svc.store import HandleStore
 from kv_transfer_svc.transport.links import Link, Links, Received
-from kv_transfer_svc.transport.tcp_transport import MAX_CONNECTIONS
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import tracing
@@ -33,10 +32,6 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
-
-_READS_AT_ONCE = MAX_CONNECTIONS
-"""Of a pull. Each waits a round trip for its window, so one after the other would leave a far link idle most of the
-time; and one connection alone is limited by its send buffer."""
 
 
 class Puller:
@@ -167,6 +162,7 @@ class Pull:
         self._joined = asyncio.Event()
         self._num_copied: Counter[str] = Counter()  # by reader: its leading slabs that it has copied
         self._num_bytes = 0
+        self._has_failed = False
         self._start_ns = time.time_ns()
         self._traceparent = tracing.current_traceparent()
         self._store = store
@@ -240,21 +236,38 @@ class Pull:
     async def _copy_until_closed(self, reader_id: str) -> None:
         try:
             await self._copy(reader_id)
-        except TandemError as error:
-            log.warning("kv_pull_failed", request_id=self.record.handle.request_id, reason=error.message)
-            self._store.abort(self.record, error)
+        except* TandemError:
+            assert self._has_failed, "each task tells of its errors"
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the readers of an error at once: the other reads of this pull may take a second to end."""
+        try:
+            yield
         except Exception as error:
-            log.exception("kv_pull_failed", request_id=self.record.handle.request_id)
-            self._store.abort(self.record, InternalError(f"a KV pull failed: {error}"))
+            if not self._has_failed:
+                self._has_failed = True
+                self._fail(error)
             raise
+
+    def _fail(self, error: Exception) -> None:
+        request_id = self.record.handle.request_id
+        if isinstance(error, TandemError):
+            log.warning("kv_pull_failed", request_id=request_id, reason=error.message)
+        else:
+            log.exception("kv_pull_failed", request_id=request_id)
+            error = InternalError(f"a KV pull failed: {error}")
+        self._store.abort(self.record, error)
 
     async def _copy(self, reader_id: str) -> None:
         """Read the parts of each slab, some at once, and seal them in their order."""
         begun: asyncio.Queue[_Read | int | kv.Closed | None] = asyncio.Queue()
-        slots = asyncio.Semaphore(_READS_AT_ONCE)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._seal_in_order(begun, slots, reader_id))
+        whole: asyncio.Queue[int | None] = asyncio.Queue()
+        slots = asyncio.Semaphore(READS_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._seal_in_order(begun, slots, whole))
+            group.create_task(self._acknowledge_whole(whole, reader_id))
+            with self._told():
                 async with aclosing(self._watch(reader_id)) as events:
                     async for event in events:
                         if event.WhichOneof("kind") != "slab":
@@ -268,8 +281,6 @@ class Pull:
                         if event.is_window:
                             begun.put_nowait(event.slab.index + 1)
                 begun.put_nowait(None)
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
 
     def _watch(self, reader_id: str) -> AsyncGenerator[kv.WatchEvent, None]:
         seconds_left = self._seconds_left
@@ -278,17 +289,34 @@ class Pull:
         )
 
     async def _seal_in_order(
-        self, begun: asyncio.Queue[_Read | int | kv.Closed | None], slots: asyncio.Semaphore, reader_id: str
+        self,
+        begun: asyncio.Queue[_Read | int | kv.Closed | None],
+        slots: asyncio.Semaphore,
+        whole: asyncio.Queue[int | None],
     ) -> None:
-        """Seal what was read; acknowledge the holder's windows: a number is that of the slabs which are whole here."""
-        while (item := await begun.get()) is not None:
-            if isinstance(item, _Read):
-                self._seal(item, await item.task)
-                slots.release()
-            elif isinstance(item, int):
-                await self._acknowledge(reader_id, item)
-            else:
-                self._store.seal(self.record, [], item)
+        """Seal what was read; pass on the numbers of the holder's windows: so many slabs are whole here."""
+        with self._told():
+            while (item := await begun.get()) is not None:
+                if isinstance(item, _Read):
+                    self._seal(item, await item.task)
+                    slots.release()
+                elif isinstance(item, int):
+                    whole.put_nowait(item)
+                else:
+                    self._store.seal(self.record, [], item)
+            whole.put_nowait(None)
+
+    async def _acknowledge_whole(self, whole: asyncio.Queue[int | None], reader_id: str) -> None:
+        """Acknowledge the holder's windows beside the reads. A call takes a round trip, so the latest number counts."""
+        with self._told():
+            is_open = True
+            while is_open:
+                numbers = [await whole.get()]
+                while not whole.empty():
+                    numbers.append(whole.get_nowait())
+                is_open = None not in numbers
+                if num_slabs := max((each for each in numbers if each is not None), default=0):
+                    await self._acknowledge(reader_id, num_slabs)
 
     async def _introduce_readers(self, reader_id: str) -> None:
         """Tell the holder for whom we copy besides the reader that watches: it waits for the others in vain."""
@@ -312,7 +340,8 @@ class Pull:
     async def _read(self, part: kv.Slab, extents: Sequence[pb.Extent], reader_id: str) -> Received:
         targets = [self._region.view(extent.offset, extent.num_bytes) for extent in extents]
         try:
-            return await self._link.read(self.record.handle, reader_id, part, targets, part.first_block)
+            with self._told():
+                return await self._link.read(self.record.handle, reader_id, part, targets, part.first_block)
         finally:
             for target in targets:
                 target.release()

@@ -15,10 +15,10 @@ from tandem_runtime.tracing import record_span
 from tandem_worker.waiting_step import WaitingStep
 
 _MOST_UNREAD = 16
-"""Events on their way to a gateway that has not told yet that it has read them. A gateway that is busy reads some fifty
-a second."""
-_MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 256 << 10
-"""Events in one message, and their bytes."""
+"""Messages on their way to a gateway that has not told yet that it has read them. A gateway that is busy reads some
+fifty a second."""
+_MOST_TOGETHER, _MOST_OUTPUTS_TOGETHER, _MOST_BYTES_TOGETHER = 64, 512, 256 << 10
+"""Events in one message, their outputs and their bytes: a gateway takes them in at once."""
 
 
 class GatewayStream:
@@ -127,10 +127,11 @@ class GatewayStream:
         events = [self._taken(event)]
         if not self.counts_events or not self._queue:
             return event
-        num_bytes = event.ByteSize()
+        num_bytes, num_outputs = event.ByteSize(), len(event.step.outputs)
         while self._queue and isinstance(following := self._queue[0], pb.Event):
-            num_bytes += following.ByteSize()
-            if len(events) == _MOST_TOGETHER or num_bytes > _MOST_BYTES_TOGETHER:
+            num_bytes, num_outputs = num_bytes + following.ByteSize(), num_outputs + len(following.step.outputs)
+            is_large = num_bytes > _MOST_BYTES_TOGETHER or num_outputs > _MOST_OUTPUTS_TOGETHER
+            if is_large or len(events) == _MOST_TOGETHER:
                 break
             self._queue.popleft()
             events.append(self._taken(following))

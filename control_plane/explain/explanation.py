@@ -154,7 +154,7 @@ class HandOverExplanation:
     num_bytes: int
     """To move; what the decode worker has is not moved."""
     fixed_ms: float
-    """Of any hand-over between these hosts, as learnt or assumed."""
+    """Of any hand-over between these hosts, learnt or assumed, and what this prompt does not hide of a round trip."""
     transfer_ms: float
     """Of the bytes that are left when prefill samples the first token."""
     wait_ms: float

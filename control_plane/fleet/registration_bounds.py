@@ -88,7 +88,7 @@ def check_load(load: pb.LoadReport, *, is_first: bool = False) -> None:
     _check_floats("load.counters", [*map(counters.__getitem__, counters)])  # values() takes twice as long
     if load.HasField("kv_service"):
         for link in load.kv_service.links:
-            rates = [link.bytes_per_second, link.best_bytes_per_second, link.latency_ms]
+            rates = [link.bytes_per_second, link.best_bytes_per_second, link.latency_ms, link.bytes_per_run]
             _check_floats("load.kv_service.links", rates)
 
 

@@ -20,7 +20,9 @@ _LEAST_RATE, _LEAST_SECONDS = 1.0, 1e-6
 _LEAST_SHARE = 0.1
 """Of a transfer's time that is its bytes': the latency is that of other transfers."""
 _READS_AT_ONCE = 4
-"""As in kv_transfer_svc/puller.py."""
+"""As in kv_transfer_svc/puller.py, with an arena of 64 MiB or more."""
+_SEND_BUFFER_BYTES = 4 << 20
+"""Of a connection, at most, by Linux's default."""
 
 
 class Link(NamedTuple):
@@ -28,11 +30,17 @@ class Link(NamedTuple):
 
     latency_ms: float
     bytes_per_second: float
-    """Of whole transfers, the round trip of each included."""
+    """Of transfers, at once or not, with a round trip for each `bytes_per_transfer`."""
     bytes_per_transfer: float = math.inf
-    """That wait for one round trip: of transfers at once, all."""
     reads_at_once: int = 1
     """Windows of one prompt that are read at once."""
+
+    @property
+    def bytes_per_second_of_one(self) -> float:
+        """Bytes per second of a single read: no more than a connection may have on its way in a round trip."""
+        if self.reads_at_once == 1 or self.latency_ms <= 0:
+            return self.bytes_per_second
+        return min(self.bytes_per_second, 1000.0 * _SEND_BUFFER_BYTES / self.latency_ms)
 
     def ms_per_byte(self, window_bytes: float) -> float:
         """Return what a byte takes in transfers of `window_bytes`, each with a round trip."""

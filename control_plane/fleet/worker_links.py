@@ -32,7 +32,7 @@ _REPORT_SECONDS = 10.0
 _UNREAD_BYTES = 64 * 1024
 """About a thousand StepBatches, of a worker that does not count what is read."""
 _READS_TOLD = 8
-"""A worker hears after so many events that they were read: half of what it leaves on its way."""
+"""A worker hears after so many messages that they were read: half of what it leaves on its way."""
 
 _ATTACH = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Attach"
 _COMMAND_SUBMIT = pb.Command.SUBMIT_FIELD_NUMBER

@@ -243,7 +243,7 @@ def _changed(before: Mapping[str, Link], now: Mapping[str, Link]) -> Collection[
 
 
 def _fetch_ms(link: Link, num_tokens: int, bytes_per_token: float) -> float:
-    return link.latency_ms + 1000.0 * num_tokens * bytes_per_token / link.bytes_per_second
+    return link.latency_ms + 1000.0 * num_tokens * bytes_per_token / link.bytes_per_second_of_one
 
 
 def _mixed(old: float, new: float) -> float:

@@ -90,7 +90,7 @@ class Comparison(msgspec.Struct, frozen=True, gc=False):
     def _hand_over(self, estimate: PrefillEstimate, pair: Pair) -> HandOverCost:
         assert self.reader is not None, "prefill workers are compared for a decode worker"
         figures, num_computed = estimate.worker.figures, estimate.num_computed_tokens
-        shows = shown(figures, self.num_tokens, num_computed, estimate.compute_ms)
+        shows = shown(figures, self.num_tokens, num_computed, estimate.compute_ms, estimate.total_ms)
         return self.reader.cost(shows, figures.host_id, pair)
 
     def _decode_candidates(self, chosen: str) -> Iterator[Candidate]:

@@ -419,5 +419,11 @@ def _discard(sets: dict[str, set[str]], key: str, value: str) -> None:
 def _is_same(old: Link | None, new: Link) -> bool:
     if old is None:
         return False
-    near = abs(new.latency_ms - old.latency_ms) <= _SAME * old.latency_ms
-    return near and abs(new.bytes_per_second - old.bytes_per_second) <= _SAME * old.bytes_per_second
+    return old.reads_at_once == new.reads_at_once and all(
+        abs(now - before) <= _SAME * before
+        for before, now in (
+            (old.latency_ms, new.latency_ms),
+            (old.bytes_per_second, new.bytes_per_second),
+            (old.bytes_per_transfer, new.bytes_per_transfer),
+        )
+    )

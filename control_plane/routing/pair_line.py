@@ -1,8 +1,8 @@
 """Learns what hand-overs between two hosts take as a line: fixed milliseconds, and milliseconds for each byte.
 
-Weighted least squares over the last few hand-overs, drawn towards what is assumed. Each counts by the share that its
-fixed part has of all that was predicted for it: the errors of long ones are larger, and should not decide what short
-ones take. Short ones, and those of one length, say little of bytes: then the assumed milliseconds per byte hold.
+Weighted least squares over the last few hand-overs, drawn towards what is assumed. Each counts by the square of the
+share that its fixed part has of all that was predicted for it: the errors of long ones are larger, and should not
+decide what short ones take. Short ones say little of bytes: then the assumed milliseconds per byte hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _OLD_WEIGHT = 0.8
 _NUM_COUNTED = 1 / (1 - _OLD_WEIGHT)
 _LEAST_WEIGHT = 0.05
 _LEAST_ASSUMED = 0.01, 0.25
-"""What is assumed counts as so many hand-overs at least: for the fixed part, and for each byte."""
+"""Once five hand-overs are known, what is assumed counts as so many: for the fixed part, and for each byte."""
 _MOST_TIMES = 8.0
 """A byte takes at most so many times as long as assumed, and at least such a part of it. A hand-over that took more
 times as long as predicted counts as one that took so many times as long."""

@@ -78,4 +78,4 @@ class StoreColumns:
 
     def _of_fetch(self, from_host: str, address_of_store: str, to_host: str) -> tuple[float, ...]:
         link = self._stores.link(address_of_store, to_host)
-        return link.latency_ms, link.bytes_per_second, *self._stores.missed(from_host, to_host)
+        return link.latency_ms, link.bytes_per_second_of_one, *self._stores.missed(from_host, to_host)

@@ -2,7 +2,7 @@
 
     accepted -> request -> (thread) reply, blocks, trailer -> request -> ... -> closed by the reader, or idle too long
 
-An idle connection needs no thread. A reply is sent by one of 8 threads.
+An idle connection needs no thread. A reply is sent by one of 32 threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = get_logger(__name__)
 
 OpenSource = Callable[[kv.DataRequest], AbstractAsyncContextManager[Source]]
 
-_NUM_THREADS = 8
+_NUM_THREADS = 32
+"""As many as eight readers have connections; each is made when it is needed."""
 _MAX_CONNECTIONS = 256
 _FIRST_REQUEST_SECONDS = 5.0
 _IDLE_SECONDS = 120.0

@@ -38,7 +38,8 @@ TRANSPORTS = ("shm", "tcp", "grpc")
 
 _CALL_SECONDS = 2.0
 """Deadline of calls to peers; the waiting reader has its own deadline."""
-_NUM_THREADS = 16
+_NUM_THREADS = 64
+"""As many as sixteen pulls have reads at once; each is made when it is needed."""
 _SHOWN_SECONDS = 600.0
 """A link unused for longer is left out of the report: its peer may be gone."""
 
@@ -155,6 +156,8 @@ class Link:
         self._used_at = context.clock()
         self._num_failures = 0
         self._retry_at = 0.0
+        self._num_reading = self._num_begun = 0
+        """Reads that run, and all that have begun."""
 
     @property
     def transport(self) -> str:
@@ -239,9 +242,17 @@ class Link:
 
     async def _measured(self, transport: Transport, read: ReadCall, into: Sequence[memoryview]) -> Received:
         begun = time.monotonic()
-        checksums = await read(transport)
+        self._num_begun += 1
+        number, is_first = self._num_begun, self._num_reading == 0
+        self._num_reading += 1
+        try:
+            checksums = await read(transport)
+        finally:
+            self._num_reading -= 1
         if transport is self._transport:
-            self.stats.transferred(sum(map(len, into[: len(checksums)])), begun, time.monotonic())
+            is_alone = is_first and self._num_begun == number
+            num_bytes = sum(map(len, into[: len(checksums)]))
+            self.stats.transferred(num_bytes, begun, time.monotonic(), is_alone=is_alone)
         if transport is not self._grpc:
             self._num_failures = 0
         elif self.note:

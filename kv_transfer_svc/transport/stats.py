@@ -16,6 +16,8 @@ _RATE_BYTES = 256 << 10
 _FULL_WEIGHT_BYTES = 16 << 20
 _MAX_WEIGHT = 0.5
 _LATENCY_WEIGHT = 0.2
+_LEAST_RUNS = 1e-6
+"""Of recent transfers, however many the last run has: a report is to have a bound."""
 _SLOW_SHARE = 0.25
 
 
@@ -23,7 +25,7 @@ _SLOW_SHARE = 0.25
 class LinkStats:
     """Stats of one link and its current transport; call `reset_rate` when the transport changes.
 
-    Transfers at once share the link. They are one run, whose time counts once: from the start of its first transfer.
+    Transfers at once share the link. They are one run, whose time counts once: each from the end of the one before.
     """
 
     best_bytes_per_second: float = 0.0
@@ -49,11 +51,15 @@ class LinkStats:
         """Bytes of a recent run; 0: not measured yet."""
         return self._bytes / self._runs if self._runs else 0.0
 
-    def transferred(self, num_bytes: int, begun: float, ended: float) -> None:
-        """Count a transfer, from and to these seconds of one clock; call in the order of their ends."""
+    def transferred(self, num_bytes: int, begun: float, ended: float, *, is_alone: bool = True) -> None:
+        """Count a transfer, from and to these seconds of one clock; call in the order of their ends.
+
+        `is_alone`: no other ran meanwhile, else it says nothing of the link's latency.
+        """
         self.num_transfers += 1
         self.num_bytes += num_bytes
-        self.measured(num_bytes, begun, ended)
+        if is_alone or num_bytes >= _RATE_BYTES:
+            self.measured(num_bytes, begun, ended)
 
     def measured(self, num_bytes: int, begun: float, ended: float) -> None:
         """Add one duration to the averages; a larger transfer has a larger weight."""
@@ -65,7 +71,7 @@ class LinkStats:
         kept = 1 - min(_MAX_WEIGHT, num_bytes / _FULL_WEIGHT_BYTES)
         self._bytes = kept * self._bytes + num_bytes
         self._seconds = kept * self._seconds + max(1e-9, ended - max(begun, self._ended_at))
-        self._runs = kept * self._runs + (begun >= self._ended_at)
+        self._runs = max(_LEAST_RUNS, kept * self._runs + (begun >= self._ended_at))
         self._ended_at = ended
         self.best_bytes_per_second = max(self.best_bytes_per_second, self.bytes_per_second)
 

@@ -80,6 +80,31 @@ async def test_four_reads_run_at_once_and_are_sealed_in_order(tmp_path: Path, mo
         await until_everything_is_back(here, there)
 
 
+async def test_readers_hear_of_a_failure_before_the_other_reads_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_hosts(tmp_path) as (here, there, writer, reader):
+        reads, may_end = HeldReads(monkeypatch), asyncio.Event()
+
+        async def lasting(link: Link, *arguments: Any) -> Received:
+            if arguments[-1] == 4:
+                await until(lambda: reads.running == [0, 2, 6])
+                raise KvNotFound("the holder has no such block")
+            try:
+                return await reads._held(link, *arguments)
+            finally:
+                await may_end.wait()
+
+        monkeypatch.setattr(Link, "read", lasting)
+        handle = await sealed_handle(writer, SLOTS)
+        with pytest.raises(KvNotFound, match="no such block"):
+            await watch_all(reader, handle, "r")
+        await reader.release(handle, "r")
+        assert here.arena.used_bytes > 0, "the reads still use it"
+        may_end.set()
+        await until_everything_is_back(here, there)
+
+
 async def test_a_read_that_fails_ends_the_others_and_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_hosts(tmp_path) as (here, there, writer, reader):
         reads = HeldReads(monkeypatch)

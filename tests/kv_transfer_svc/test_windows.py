@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.pull_memory import WindowMemory
+from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import KvCorrupt, KvNotFound, Overloaded
 from tandem_runtime.identity import new_incarnation
@@ -215,3 +218,28 @@ async def test_on_one_host_nothing_is_acknowledged(tmp_path: Path) -> None:
             assert not event.is_window
         await client.acknowledge(handle, "r", 6)  # harmless
         await client.close()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "parts"),
+    [
+        (1, [1]),
+        (16, [16]),
+        (20, [16, 4]),
+        (50, [17, 17, 16]),
+        (100, [34, 34, 32]),
+        (192, [64] * 3),
+        (200, [64] * 3 + [8]),
+    ],
+)
+def test_a_slab_is_cut_into_windows_of_1_to_4_mib_and_into_three_at_least(num_blocks: int, parts: list[int]) -> None:
+    """Blocks of 64 KiB."""
+    group = pb.KvGroup(layers=[0], tokens_per_block=16, bytes_per_block=64 << 10)
+    layout = pb.KvLayout(groups=[group])
+    arena = Arena("arena-test", 256 << 20)
+    try:
+        memory = WindowMemory(arena, layout, 16 * num_blocks, 0)
+        slab = kv.Slab(num_blocks=num_blocks, num_layers=1, extents=[pb.Extent()] * num_blocks)
+        assert [part.num_blocks for part in memory.cut(slab)] == parts
+    finally:
+        arena.close()

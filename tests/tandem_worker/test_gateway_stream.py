@@ -94,6 +94,17 @@ async def test_a_message_holds_some_events_and_bytes_at_most() -> None:
     assert [len(each.accepted.request_id) for each in several[3:]] == [200_001, 200_001]
 
 
+async def test_a_message_holds_some_outputs_at_most() -> None:
+    stream = counted()
+    for number in range(3):
+        for request in range(300):
+            stream.add(pb.TokenOutput(request_id=f"{number}-{request}", token_ids=[1]))
+        stream.flush(number)
+        stream.send(accepted(number))
+    events = stream.events()
+    assert [len((await anext(events)).several.events) for _ in range(3)] == [2, 2, 2]
+
+
 async def test_tables_come_by_themselves_and_in_their_place() -> None:
     stream = counted()
     for number in range(2):

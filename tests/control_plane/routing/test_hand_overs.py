@@ -159,6 +159,14 @@ def test_windows_at_once_hide_their_round_trips_as_far_as_the_link_can_carry_the
     assert 1 / at_once.ms_per_byte(1.0 * MEGABYTE) == pytest.approx(MEGABYTE / 25)
 
 
+def test_one_read_is_no_faster_than_a_connection() -> None:
+    far = Link(80.0, 100.0 * MEGABYTE, 16.0 * MEGABYTE, reads_at_once=4)
+    assert far.bytes_per_second_of_one == pytest.approx((4 << 20) / 0.08)
+    near = Link(0.2, 1000.0 * MEGABYTE, 16.0 * MEGABYTE, reads_at_once=4)
+    assert near.bytes_per_second_of_one == near.bytes_per_second
+    assert Link(80.0, 100.0 * MEGABYTE).bytes_per_second_of_one == 100.0 * MEGABYTE, "as it was measured"
+
+
 def test_a_link_that_was_only_probed_has_the_rate_of_the_probe() -> None:
     probe = pb.KvLink(address="a:1", latency_ms=80.0, bytes_per_second=1.0)
     used = pb.KvLink(address="b:1", bytes_per_second=1.0, num_bytes=40 * MEGABYTE, num_transfers=10)
@@ -368,6 +376,18 @@ def test_an_explanation_shows_what_each_hand_over_is_made_of() -> None:
     assert (found["from_host"], found["to_host"], found["num_bytes"], found["fixed_ms"]) == ("a", "b", 62_500_000, 16.0)
     assert found["wait_ms"] == pytest.approx(cost.wait_ms, abs=0.001) and found["wait_ms"] > 0
     assert found["bytes_per_second"] == round(1000 / cost.ms_per_byte)
+
+
+def test_an_explanation_has_the_round_trip_that_a_short_prompt_does_not_hide() -> None:
+    harness = Harness("a", "b")
+    harness.add("p-a", PREFILL, "a")
+    harness.add("d", DECODE, "b", num_running=99)
+    harness.report("b", harness.kv_load(a=FAR))
+    route = harness.router.choose(RoutingRequest("m", 20, 64))
+    assert route.prefill is not None
+    (shown,) = [each for each in route.explained().candidates if each.role == "prefill"]
+    assert shown.predicted_ms == pytest.approx(route.predicted_ms["hand_over"])
+    assert shown.hand_over_ms is not None and shown.hand_over_ms > 2 * FAR["latency_ms"] - 20.0
 
 
 def test_columns_say_what_single_costs_say_for_any_figures() -> None:

@@ -39,7 +39,7 @@ def test_both_parts_are_found_from_hand_overs_of_different_lengths() -> None:
         assert learner.ms(num_mib * MIB) == pytest.approx(170 + 12 * num_mib, rel=0.1), num_mib
 
 
-def test_one_length_says_nothing_of_bytes() -> None:
+def test_short_hand_overs_say_little_of_bytes() -> None:
     learner = Learner()
     for _ in range(60):
         learner.took(2 * MIB, 400.0)

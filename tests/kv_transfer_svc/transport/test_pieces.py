@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from kv_transfer_svc.transport.pieces import GROUP_BYTES, RunningChecksums, groups, leading, rest_of
+from control_plane.fleet.registration_bounds import check_load
+from kv_transfer_svc.transport.pieces import (
+    GROUP_BYTES,
+    RunningChecksums,
+    groups,
+    leading,
+    rest_of,
+    run_interruptible,
+)
 from kv_transfer_svc.transport.stats import LinkStats
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.kv.checksum import block_checksum
 
 SIZES = some.lists(some.one_of(some.integers(1, 9000), some.integers(1, 3 << 20)), min_size=1, max_size=80)
@@ -62,6 +78,48 @@ def test_transfers_at_once_are_one_run_whose_time_counts_once() -> None:
         one_by_one.transferred(4 << 20, number, number + 0.1)
     assert one_by_one.bytes_per_second == pytest.approx((4 << 20) / 0.1)
     assert one_by_one.bytes_per_run == pytest.approx(4 << 20)
+
+
+def test_a_run_without_end_has_a_length_that_gateways_accept() -> None:
+    stats = LinkStats()
+    for number in range(10_000):
+        stats.transferred(4 << 20, number, number + 2.0)
+    link = pb.KvLink(bytes_per_run=stats.bytes_per_run, bytes_per_second=stats.bytes_per_second)
+    load = pb.LoadReport(kv_service=pb.KvServiceLoad(links=[link]))
+    check_load(load, is_first=True)
+    assert stats.bytes_per_run > 1 << 30
+    load.kv_service.links[0].bytes_per_run = math.inf
+    with pytest.raises(InvalidRequest):
+        check_load(load)
+
+
+def test_a_small_transfer_beside_others_says_nothing_of_the_latency() -> None:
+    stats = LinkStats()
+    stats.transferred(1000, 0.0, 0.002)
+    stats.transferred(1000, 1.0, 1.9, is_alone=False)
+    assert stats.latency_seconds == pytest.approx(0.002) and stats.num_transfers == 2
+
+
+@pytest.mark.parametrize(("finish_seconds", "is_interrupted"), [(60.0, False), (0.0, True)])
+async def test_a_cancelled_caller_lets_work_end_and_interrupts_it_only_after_a_while(
+    finish_seconds: float, is_interrupted: bool
+) -> None:
+    may_end, interrupted = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        may_end.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        work = partial(may_end.wait, 30)
+        calling = asyncio.ensure_future(run_interruptible(threads, work, interrupt, finish_seconds))
+        await asyncio.sleep(0)
+        calling.cancel()
+        if not is_interrupted:
+            may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+    assert interrupted.is_set() == is_interrupted
 
 
 def test_a_probe_is_the_beginning_of_the_averages() -> None:

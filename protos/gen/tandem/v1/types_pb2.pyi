@@ -1430,13 +1430,15 @@ class Command(message.Message):
 
 @typing.final
 class EventsRead(message.Message):
-    """Sent after some events: a worker leaves no more than a few on their way, and sends the later ones together."""
+    """Sent after each eighth message at the latest. A worker leaves no more than sixteen on their way, and at least eight;
+    what waits for that leaves in one message.
+    """
 
     DESCRIPTOR: descriptor.Descriptor
 
     NUM_EVENTS_FIELD_NUMBER: builtins.int
     num_events: builtins.int
-    """messages that the gateway has read of the stream so far"""
+    """messages that the gateway has read of the stream so far, whatever is in them"""
     def __init__(
         self,
         *,
@@ -2705,7 +2707,7 @@ class KvLink(message.Message):
     host_id: builtins.str
     """of the other service; "" until it has answered"""
     bytes_per_run: builtins.float
-    """recent mean of transfers at once, which wait for one round trip; 0: one at a time"""
+    """of transfers at once, or of one alone: they wait for one round trip; 0: not measured, or of release 0.2"""
     def __init__(
         self,
         *,

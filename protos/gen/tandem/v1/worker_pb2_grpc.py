@@ -67,8 +67,8 @@ class WorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
-        comes back.
+        """One stream per gateway process and worker incarnation: commands go to the worker, and events come back. Of tokens
+        that is one StepBatch per engine step, or per several where the gateway reads more slowly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

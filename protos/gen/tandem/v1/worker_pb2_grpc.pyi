@@ -40,8 +40,8 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_types_pb2.Command, _types_pb2.Event]
-    """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
-    comes back.
+    """One stream per gateway process and worker incarnation: commands go to the worker, and events come back. Of tokens
+    that is one StepBatch per engine step, or per several where the gateway reads more slowly.
     """
     GetAsset: _grpc.UnaryStreamMultiCallable[_types_pb2.AssetRequest, _types_pb2.Chunk]
     """Returns a file of the checkpoint, by digest, in chunks."""
@@ -58,8 +58,8 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_types_pb2.Command, _types_pb2.Event]  # type: ignore[assignment]
-    """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
-    comes back.
+    """One stream per gateway process and worker incarnation: commands go to the worker, and events come back. Of tokens
+    that is one StepBatch per engine step, or per several where the gateway reads more slowly.
     """
     GetAsset: _aio.UnaryStreamMultiCallable[_types_pb2.AssetRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns a file of the checkpoint, by digest, in chunks."""
@@ -79,8 +79,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_types_pb2.Command],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_types_pb2.Event], _abc.AsyncIterator[_types_pb2.Event]]:
-        """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
-        comes back.
+        """One stream per gateway process and worker incarnation: commands go to the worker, and events come back. Of tokens
+        that is one StepBatch per engine step, or per several where the gateway reads more slowly.
         """
 
     @_abc_1.abstractmethod

@@ -69,7 +69,7 @@ async def validate(is_quick: bool, outcome: Outcome, folder: Path, progress: Pro
 async def _measure(is_quick: bool, outcome: Outcome, starting: Served, model: Path, progress: Progress) -> None:
     async with starting as served, new_client(served.base_url) as client:
         texts = {length: prompts(model, length, seed=length) for length in range(1, max(_LENGTHS) + 1)}
-        singles = await _singles(client, served.model, texts, 1 if is_quick else 5, progress)
+        singles = await _singles(client, served.model, texts, 1 if is_quick else 15, progress)
         profile = profile_of(singles, *await _pool(client))
         arrivals = arrivals_of(profile, 12 if is_quick else 120, seed=1)
         progress(f"{len(arrivals)} arrivals in {arrivals[-1].arrival:.0f} s")

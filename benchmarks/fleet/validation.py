@@ -71,7 +71,7 @@ async def _measure(is_quick: bool, outcome: Outcome, starting: Served, model: Pa
         texts = {length: prompts(model, length, seed=length) for length in range(1, max(_LENGTHS) + 1)}
         singles = await _singles(client, served.model, texts, 1 if is_quick else 15, progress)
         profile = profile_of(singles, *await _pool(client))
-        arrivals = arrivals_of(profile, 12 if is_quick else 120, seed=1)
+        arrivals = arrivals_of(profile, 12 if is_quick else 360, seed=1)
         progress(f"{len(arrivals)} arrivals in {arrivals[-1].arrival:.0f} s")
         answers = await _replay(client, served.model, texts, arrivals)
     simulated = Simulation(profile, [TandemPolicy(profile, 1, hand_over="always")], arrivals).run()

@@ -119,14 +119,14 @@ async def _ask_all(fleet: Fleet, http: httpx.AsyncClient, found: Load) -> None:
     # 1. More at once than the pools hold: some wait in the queue.
     found.asked += await asyncio.gather(*(_long(http, random.Random(seed), 60) for seed in range(num_flood)))
     # 2. A prefill worker dies under prompts that it has accepted.
-    found.asked += await _while_dies(fleet, http, "prefill-1", 8)
+    found.asked += await _while_dies(fleet, http, "prefill-1", 16, num_there=3)
     # 3. A decode worker dies under its answers.
     found.asked += await _while_dies(fleet, http, "decode-1", 4)
     await asyncio.gather(*(one(*plan) for plan in plans[half:]))
 
 
-async def _while_dies(fleet: Fleet, http: httpx.AsyncClient, name: str, num: int) -> list[Asked]:
-    """Ask while a worker is killed that some of the requests run at."""
+async def _while_dies(fleet: Fleet, http: httpx.AsyncClient, name: str, num: int, num_there: int = 1) -> list[Asked]:
+    """Ask while a worker is killed that `num_there` of the requests run at: of prompts one may end just before."""
     worker = fleet.worker(name)
     assert worker is not None
     history = fleet.gateway.requests
@@ -135,7 +135,10 @@ async def _while_dies(fleet: Fleet, http: httpx.AsyncClient, name: str, num: int
     def has_some() -> bool:
         running = [journal.history for journal in history.running]
         calls = [call for each in running for call in each.calls if call.worker_id == name]
-        return any(call.accepted_at and call.is_prefill != (call.output_at is not None) for call in calls)
+        return (
+            sum(bool(call.accepted_at) and call.is_prefill != (call.output_at is not None) for call in calls)
+            >= num_there
+        )
 
     def has_some_or_none_runs() -> bool:
         return has_some() or all(task.done() for task in asking)

@@ -224,12 +224,12 @@ async def _singles(
 async def _replay(
     client: httpx.AsyncClient, model: str, texts: dict[int, Iterator[str]], arrivals: Sequence[TraceRequest]
 ) -> list[Answer]:
-    """Send each request at its time."""
+    """Send each request at its time. Their texts are made before the first: some hundred take seconds."""
+    asked = [(request, next(texts[request.num_prompt_tokens])) for request in arrivals]
     start = asyncio.get_running_loop().time()
 
     async def send(request: TraceRequest, text: str) -> Answer:
         await asyncio.sleep(max(0.0, start + request.arrival - asyncio.get_running_loop().time()))
         return await ask(client, model, text, request.num_output_tokens)
 
-    asked = [(request, next(texts[request.num_prompt_tokens])) for request in arrivals]
     return await asyncio.gather(*(send(request, text) for request, text in asked))

@@ -20,7 +20,7 @@ _LEAST_RATE, _LEAST_SECONDS = 1.0, 1e-6
 _LEAST_SHARE = 0.1
 """Of a transfer's time that is its bytes': the latency is that of other transfers."""
 _READS_AT_ONCE = 4
-"""As in kv_transfer_svc/puller.py, with an arena of 64 MiB or more."""
+"""As in kv_transfer_svc/pull_memory.py, with an arena of 64 MiB or more."""
 _SEND_BUFFER_BYTES = 4 << 20
 """Of a connection, at most, by Linux's default."""
 

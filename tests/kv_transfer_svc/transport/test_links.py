@@ -15,10 +15,12 @@ from kv_transfer_svc.transport.source import Source
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import KvCorrupt, Unauthenticated, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.client import KvClient
 from tests.kv_transfer_svc.host import a_client, running_writer, until, watch_all
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
 from tests.kv_transfer_svc.test_two_hosts import bytes_at
 from tests.kv_transfer_svc.transport.harness import (
+    Proxy,
     TransferFault,
     everything_is_back,
     link_of,
@@ -194,6 +196,22 @@ async def test_a_peer_that_dies_in_a_block_is_a_typed_error_and_leaves_nothing(t
         await everything_is_back(here)
 
 
+async def _leave_in_a_block(proxy: Proxy, writer: Writer, reader: KvClient) -> int:
+    """Read over a warm connection, and leave while it stalls; return the connections so far."""
+    first = await sealed(writer, [0])
+    await watch_all(reader, first, "r")
+    await reader.release(first, "r")
+    num_connections = proxy.num_connections
+    proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
+    handle = await sealed(writer, SLOTS)
+    reading = asyncio.ensure_future(watch_all(reader, handle, "r"))
+    await proxy.has_stalled.wait()
+    await reader.release(handle, "r")
+    with pytest.raises(Exception, match="released"):
+        await reading
+    return num_connections
+
+
 async def test_a_reader_that_leaves_in_a_block_stops_the_thread_that_writes(tmp_path: Path) -> None:
     async with (
         linked_host(tmp_path) as (here, _),
@@ -202,16 +220,7 @@ async def test_a_reader_that_leaves_in_a_block_stops_the_thread_that_writes(tmp_
         running_writer(there) as writer,
         a_client(here) as reader,
     ):
-        first = await sealed(writer, [0])
-        await watch_all(reader, first, "r")
-        await reader.release(first, "r")
-        proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
-        handle = await sealed(writer, SLOTS)
-        reading = asyncio.ensure_future(watch_all(reader, handle, "r"))
-        await proxy.has_stalled.wait()
-        await reader.release(handle, "r")
-        with pytest.raises(Exception, match="released"):
-            await reading
+        await _leave_in_a_block(proxy, writer, reader)
         await everything_is_back(here, there)
 
 
@@ -226,17 +235,7 @@ async def test_a_connection_outlives_a_reader_that_leaves_in_a_block(
         running_writer(there) as writer,
         a_client(here) as reader,
     ):
-        first = await sealed(writer, [0])
-        await watch_all(reader, first, "r")
-        await reader.release(first, "r")
-        num_connections = proxy.num_connections
-        proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
-        handle = await sealed(writer, SLOTS)
-        reading = asyncio.ensure_future(watch_all(reader, handle, "r"))
-        await proxy.has_stalled.wait()
-        await reader.release(handle, "r")
-        with pytest.raises(Exception, match="released"):
-            await reading
+        num_connections = await _leave_in_a_block(proxy, writer, reader)
         proxy.goes_on.set()
         await everything_is_back(here, there)
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
